@@ -1,0 +1,93 @@
+"""A `transformers` model folder: its architecture and its preprocessing, read from the JSON files beside the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from fedprompt.backbones.catalog import FAMILIES, Triple
+from fedprompt.backbones.shape import CHANNELS, ViTShape
+from fedprompt.errors import BackboneError, broken
+
+_ACTIVATIONS: dict[str, Literal["gelu", "quick_gelu"]] = {"gelu": "gelu", "quick_gelu": "quick_gelu"}
+
+
+def folder_shape(folder: Path) -> ViTShape:
+    """The architecture at its trained resolution, from config.json."""
+    from transformers import AutoConfig  # seconds to import, and the other ways in do not need it
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BackboneError(
+            f"the backbone folder {str(folder)!r} must hold a config.json transformers can read: {error}"
+        ) from error
+    if config.model_type not in FAMILIES:
+        raise BackboneError(
+            broken(
+                f"model_type in {str(folder / 'config.json')!r}", f"be one of {', '.join(FAMILIES)}", config.model_type
+            )
+        )
+    if config.hidden_act not in _ACTIVATIONS:
+        raise BackboneError(broken("hidden_act", f"be one of {', '.join(_ACTIVATIONS)}", config.hidden_act))
+    if config.num_channels != CHANNELS:
+        raise BackboneError(broken("num_channels", f"be {CHANNELS}", config.num_channels))
+    dinov2 = config.model_type.startswith("dinov2")
+    gated = bool(dinov2 and config.use_swiglu_ffn)
+    hidden = int(config.hidden_size * config.mlp_ratio) if dinov2 else config.intermediate_size
+    if gated:
+        hidden = (int(hidden * 2 / 3) + 7) // 8 * 8  # as DINOv2 rounds it
+    return ViTShape(
+        width=config.hidden_size,
+        depth=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        mlp_width=hidden,
+        patch=_side(config.patch_size, "patch_size"),
+        image_size=_side(config.image_size, "image_size"),
+        extra_tokens=_extra_tokens(config),
+        norm_eps=config.layer_norm_eps,
+        activation=_ACTIVATIONS[config.hidden_act],
+        layer_scale=dinov2,
+        mlp="swiglu" if gated else "plain",
+    )
+
+
+def folder_preprocessing(folder: Path) -> tuple[Triple, Triple] | None:
+    """Mean and standard deviation from preprocessor_config.json; None when there is none, so that the config must say them."""
+    path = folder / "preprocessor_config.json"
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not values.get("do_normalize", True) or "image_mean" not in values or "image_std" not in values:
+            return None
+        mean, std = (_triple(values[key]) for key in ("image_mean", "image_std"))
+        factor = float(values.get("rescale_factor", 1 / 255))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise BackboneError(
+            f"{str(path)!r} must state image_mean and image_std as three numbers each: {error}"
+        ) from error
+    if abs(factor * 255 - 1) > 1e-3:
+        raise BackboneError(
+            broken(f"rescale_factor in {str(path)!r}", "be 1/255, the only scaling fedprompt does", factor)
+        )
+    return mean, std
+
+
+def _triple(values: Any) -> Triple:
+    first, second, third = map(float, values)
+    return first, second, third
+
+
+def _extra_tokens(config: Any) -> int:
+    if config.model_type == "deit":
+        return 1
+    return int(config.num_register_tokens) if config.model_type == "dinov2_with_registers" else 0
+
+
+def _side(value: Any, name: str) -> int:
+    sides = [value] if isinstance(value, int) else list(value)
+    if len(set(sides)) != 1:
+        raise BackboneError(broken(name, "be square", value))
+    return int(sides[0])

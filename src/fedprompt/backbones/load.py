@@ -1,0 +1,89 @@
+"""From a config to a frozen backbone: a name of ours, a safetensors file, a `transformers` folder or a hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedprompt.assets import ASSETS, prepare
+from fedprompt.backbones.assemble import assemble, infer_shape
+from fedprompt.backbones.catalog import DINOV2_SMALL, NAMED, TINY, Triple
+from fedprompt.backbones.folder import folder_preprocessing, folder_shape
+from fedprompt.backbones.hub import hub_folder, is_hub_id
+from fedprompt.backbones.names import canonical
+from fedprompt.backbones.tiny import TINY_SHAPE, random_weights
+from fedprompt.backbones.vit import ViT
+from fedprompt.backbones.weights import PICKLES, read_file, read_folder
+from fedprompt.config import BackboneConfig
+from fedprompt.errors import BackboneError, broken
+
+_EPSILON = (
+    1e-6  #: of the norms in a bare file: what timm and DINO use; below float32 noise next to the 1e-12 of other ViTs
+)
+
+
+def load_backbone(config: BackboneConfig, cache: Path) -> ViT:
+    """The frozen backbone a config asks for, at the resolution, precision and device it asks for."""
+    path = Path(config.name).expanduser()
+    if config.name == TINY.name:
+        return _tiny(config)
+    if config.name == DINOV2_SMALL.name:
+        return _dinov2_small(config, cache)
+    if path.is_dir():
+        return _folder(path, config)
+    if path.suffix == ".safetensors" or path.suffix in PICKLES:
+        return _file(path, config, own=None)
+    if is_hub_id(config.name):
+        return _folder(hub_folder(config.name, config.revision), config)
+    choices = f"be one of {', '.join(NAMED)}, an existing folder, a .safetensors file or a hub id owner/model"
+    raise BackboneError(broken("backbone.name", choices, config.name))
+
+
+def preprocessing(config: BackboneConfig, own: tuple[Triple, Triple] | None) -> tuple[Triple, Triple]:
+    """Mean and standard deviation: the backbone's own if it has them, and then a configured one must agree; else the configured ones."""
+    mean, std = (
+        _agreed(f"backbone.{field}", given, own and own[index])
+        for index, (field, given) in enumerate((("mean", config.mean), ("std", config.std)))
+    )
+    if min(std) <= 0:
+        raise BackboneError(broken("backbone.std", "be positive", std))
+    return mean, std
+
+
+def _agreed(field: str, given: Triple | None, own: Triple | None) -> Triple:
+    if given is None and own is None:
+        raise BackboneError(
+            f"{field} must be given for weights that carry no preprocessing, got none "
+            "(often 0.5 0.5 0.5 for ViT, ImageNet's statistics for DeiT and DINO; a wrong guess costs accuracy silently)"
+        )
+    if given is not None and own is not None and any(abs(a - b) > 1e-4 for a, b in zip(given, own, strict=True)):
+        raise BackboneError(f"{field} must be the backbone's own {own}, got {given}")
+    result = own if own is not None else given
+    assert result is not None
+    return result
+
+
+def _tiny(config: BackboneConfig) -> ViT:
+    if config.sha256 is not None:
+        raise BackboneError("backbone.sha256 must not be given for tiny, which has no weight file")
+    tensors = random_weights(TINY_SHAPE, seed=0)
+    tensors["cls"], tensors["positions"] = tensors.pop("lead"), tensors.pop("position")
+    return assemble(tensors, TINY_SHAPE, *preprocessing(config, (TINY.mean, TINY.std)), config)
+
+
+def _dinov2_small(config: BackboneConfig, cache: Path) -> ViT:
+    expected = ASSETS[DINOV2_SMALL.name].sha256
+    if config.sha256 not in (None, expected):
+        raise BackboneError(f"backbone.sha256 of {config.name} must be {expected}, got {config.sha256}")
+    path = prepare(DINOV2_SMALL.name, cache)  # checked there, so not hashed twice
+    unchecked = config.model_copy(update={"sha256": None})
+    return _file(path, unchecked, own=(DINOV2_SMALL.mean, DINOV2_SMALL.std))
+
+
+def _file(path: Path, config: BackboneConfig, own: tuple[Triple, Triple] | None) -> ViT:
+    tensors = canonical(read_file(path, config.sha256))
+    return assemble(tensors, infer_shape(tensors, _EPSILON), *preprocessing(config, own), config)
+
+
+def _folder(folder: Path, config: BackboneConfig) -> ViT:
+    mean, std = preprocessing(config, folder_preprocessing(folder))
+    return assemble(canonical(read_folder(folder, config.sha256)), folder_shape(folder), mean, std, config)

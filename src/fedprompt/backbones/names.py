@@ -1,0 +1,98 @@
+"""From the tensor names of a checkpoint to the canonical ones of `shape.py`.
+
+Known are the files of `transformers` (ViT, DeiT, DINO, DINOv2, with either its published or its in-memory names) and those of timm and the
+DINOv2 authors. A tensor nobody knows is an error: an architecture with one more norm must not pass for one without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedprompt.errors import BackboneError
+
+_WRAPPER = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers)\.")
+_IGNORED = re.compile(
+    r"^(classifier|cls_classifier|distillation_classifier|pooler|head|head_dist)\.|^(embeddings\.)?mask_token$"
+)
+_TOP = {
+    r"(embeddings\.)?cls_token": "cls",
+    r"embeddings\.distillation_token|dist_token": "distillation",
+    r"(embeddings\.)?register_tokens|reg_token": "registers",
+    r"embeddings\.position_embeddings|pos_embed": "positions",
+    r"(embeddings\.patch_embeddings\.projection|patch_embed\.proj)\.(weight|bias)": r"patch.\2",
+    r"(layernorm|norm)\.(weight|bias)": r"norm.\2",
+}
+_IN_BLOCK = {
+    r"(layernorm_before|norm1)\.(weight|bias)": r"norm1.\2",
+    r"(layernorm_after|norm2)\.(weight|bias)": r"norm2.\2",
+    r"attn\.qkv\.(weight|bias)": r"attention.in.\1",
+    r"attention\.(attention\.query|q_proj)\.(weight|bias)": r"query.\2",
+    r"attention\.(attention\.key|k_proj)\.(weight|bias)": r"key.\2",
+    r"attention\.(attention\.value|v_proj)\.(weight|bias)": r"value.\2",
+    r"(attn\.proj|attention\.output\.dense|attention\.o_proj)\.(weight|bias)": r"attention.out.\2",
+    r"(ls|layer_scale)([12])\.(gamma|lambda1)": r"scale\2",
+    r"(intermediate\.dense|mlp\.fc1|mlp\.weights_in|mlp\.w12)\.(weight|bias)": r"mlp.in.\2",
+    r"(output\.dense|mlp\.fc2|mlp\.weights_out|mlp\.w3|mlp\.down_proj)\.(weight|bias)": r"mlp.out.\2",
+    r"mlp\.gate_proj\.(weight|bias)": r"gate.\1",
+    r"mlp\.up_proj\.(weight|bias)": r"up.\1",
+}
+_BLOCK = re.compile(r"^(?:encoder\.layer|layers|blocks)\.(\d+)\.(.+)$")
+
+
+def canonical(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename and fuse; `cls`, `distillation`, `registers` and `positions` stay apart until a resolution is chosen."""
+    renamed: dict[str, Tensor] = {}
+    unknown = []
+    for name, tensor in state.items():
+        short = _WRAPPER.sub("", name)
+        new = _rename(short)
+        if new is not None:
+            renamed[new] = tensor
+        elif not _IGNORED.match(short):
+            unknown.append(name)
+    if unknown:
+        raise BackboneError(
+            f"the weights must be those of a ViT, DeiT, DINO or DINOv2, got {len(unknown)} unknown tensors such as {unknown[0]!r}"
+        )
+    return _with_zero_biases(_fused(renamed))
+
+
+def _rename(name: str) -> str | None:
+    block = _BLOCK.match(name)
+    if block is None:
+        return _first_match(name, _TOP)
+    inner = _first_match(block[2], _IN_BLOCK)
+    return inner and f"blocks.{block[1]}.{inner}"
+
+
+def _first_match(name: str, table: Mapping[str, str]) -> str | None:
+    for pattern, new in table.items():
+        match = re.fullmatch(pattern, name)
+        if match:
+            return match.expand(new)
+    return None
+
+
+def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Query, key and value become one matrix; gate and value of a SwiGLU too."""
+    result = dict(tensors)
+    for parts, whole in ((("query", "key", "value"), "attention.in"), (("gate", "up"), "mlp.in")):
+        for name in tensors:
+            prefix, _, ending = name.rpartition(f".{parts[0]}.")
+            names = [f"{prefix}.{part}.{ending}" for part in parts]
+            if prefix and all(part in tensors for part in names):
+                result[f"{prefix}.{whole}.{ending}"] = torch.cat([result.pop(part) for part in names])
+    return result
+
+
+def _with_zero_biases(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Some checkpoints were trained without query, key and value biases or without one in the patch embedding."""
+    result = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("attention.in.weight", "patch.weight")):
+            result.setdefault(name.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor)))
+    return result

@@ -1,0 +1,198 @@
+"""One frozen vision transformer for every family: a forward pass over plain tensors, with prompts.
+
+The weights are a flat dictionary (see `shape.py`), so there is one copy, no module state, no dropout and nothing to put into "training mode".
+
+Two shortcuts make the prompted pass cheaper without changing its result:
+
+* a prompt row that is thrown away before the next block is only looked at by others: it needs a key and a value, but no query, no output
+  projection and no MLP;
+* of the last block, only the rows that are read are computed; all others are keys and values there.
+
+Both say the same thing: at each block the rows are either *live* (their output is used) or *passive* (keys and values only).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedprompt.backbones.shape import CHANNELS, ViTShape
+from fedprompt.errors import BackboneError, ContractError
+from fedprompt.prompts.insertion import VisionPrompt, check_prompt, enter, leaves
+
+__all__ = ["READS", "ViT", "ViTShape"]
+
+READS = ("cls", "patches", "prompts")  #: what can be read after the last block and the final norm
+
+
+@dataclass(frozen=True, eq=False)
+class ViT:
+    """A frozen backbone at one resolution, with the preprocessing it was trained with."""
+
+    name: str
+    shape: ViTShape
+    mean: tuple[float, float, float]  #: images are normalised with (x - mean) / std, x in [0, 1]
+    std: tuple[float, float, float]
+    weights: dict[str, Tensor]
+    native_image_size: int  #: the resolution its positions were trained at
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights["lead"].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights["lead"].dtype
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Normalised images (B, 3, S, S) to the input of block 0, (B, T, d): CLS, extra tokens, patches, positions added."""
+        size = self.shape.image_size
+        if images.ndim != 4 or tuple(images.shape[1:]) != (CHANNELS, size, size):
+            raise ContractError(f"images must be (B, {CHANNELS}, {size}, {size}), got {tuple(images.shape)}")
+        weights = self.weights
+        images = images.to(self.device, self.dtype)
+        patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
+        patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
+        tokens = torch.cat([weights["lead"].expand(len(images), -1, -1), patches], dim=1)
+        return self._norm("pre_norm", tokens) if "pre_norm.weight" in weights else tokens
+
+    def run(
+        self,
+        tokens: Tensor,
+        prompts: Sequence[VisionPrompt] = (),
+        reads: Iterable[str] = ("cls",),
+        start: int = 0,
+    ) -> dict[str, Tensor]:
+        """Run the blocks from `start` on with prompts inserted, and read rows after the final norm.
+
+        `tokens` are the un-prompted inputs of block `start`, so inputs below the first prompted block may be computed once and kept.
+        Reads: `cls` (B, d), `patches` (B, M, d), `prompts` (B, P, d) with the rows that are still there after the last block, slot by slot
+        and oldest first within an appending slot. Row order inside the sequence is not observable: prompts carry no position.
+        """
+        reads = frozenset(reads)
+        self._check(tokens, prompts, reads, start)
+        batch, last = len(tokens), self.shape.depth - 1
+        main, slots = tokens, [tokens.new_empty(batch, 0, self.shape.width) for _ in prompts]
+        for block in range(start, last):
+            slots = [enter(prompt, rows, block) for prompt, rows in zip(prompts, slots, strict=True)]
+            stay = [not leaves(prompt, block) for prompt in prompts]
+            live = [main, *(rows.expand(batch, -1, -1) for rows, s in zip(slots, stay, strict=True) if s)]
+            passive = [rows for rows, s in zip(slots, stay, strict=True) if not s]
+            main, *kept = self._block(block, live, passive)
+            slots = [kept.pop(0) if s else rows[:, :0] for rows, s in zip(slots, stay, strict=True)]
+        slots = [enter(prompt, rows, last) for prompt, rows in zip(prompts, slots, strict=True)]
+        return self._last_block(main, prompts, slots, reads)
+
+    def block_inputs(self, tokens: Tensor, blocks: Sequence[int] | None = None) -> list[Tensor]:
+        """The inputs (B, T, d) of the listed blocks (all when None) in an un-prompted pass."""
+        wanted = range(self.shape.depth) if blocks is None else blocks
+        if any(not 0 <= block < self.shape.depth for block in wanted):
+            raise ContractError(f"blocks must be in 0..{self.shape.depth - 1}, got {list(wanted)}")
+        found = {0: tokens}
+        for block in range(max(wanted, default=0)):
+            (tokens,) = self._block(block, [tokens], [])
+            if block + 1 in wanted:
+                found[block + 1] = tokens
+        return [found[block] for block in wanted]
+
+    def digest(self) -> str:
+        """The identity of the function this backbone computes: architecture, resolution and every byte of every weight."""
+        sha = hashlib.sha256(repr(sorted(dataclasses.asdict(self.shape).items())).encode())
+        for name in sorted(self.weights):
+            tensor = self.weights[name].detach().cpu().contiguous()
+            sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            sha.update(tensor.view(torch.uint8).numpy())
+        return sha.hexdigest()
+
+    def assert_frozen(self, expected_digest: str) -> None:
+        """Raise unless the weights are those of `expected_digest` and none of them asks for a gradient."""
+        trainable = [name for name, tensor in self.weights.items() if tensor.requires_grad]
+        if trainable:
+            raise BackboneError(f"backbone {self.name!r} must stay frozen, but {trainable[0]!r} requires a gradient")
+        found = self.digest()
+        if found != expected_digest:
+            raise BackboneError(
+                f"backbone {self.name!r} must stay frozen, but its digest went from {expected_digest} to {found}"
+            )
+
+    def _last_block(
+        self, main: Tensor, prompts: Sequence[VisionPrompt], slots: list[Tensor], reads: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """Only the rows that are read are live."""
+        block, lead = self.shape.depth - 1, 1 + self.shape.extra_tokens
+        cls, extra, patches = main.split([1, lead - 1, self.shape.patches], dim=1)
+        rows, passive = {"cls": cls, "patches": patches}, [extra]
+        if "prompts" in reads:
+            gone = [leaves(prompt, block) for prompt in prompts]
+            stay = [slot.expand(len(main), -1, -1) for slot, g in zip(slots, gone, strict=True) if not g]
+            rows["prompts"] = torch.cat([main[:, :0], *stay], dim=1)
+            passive += [slot for slot, g in zip(slots, gone, strict=True) if g]
+        else:
+            passive += slots
+        passive += [piece for name, piece in rows.items() if name not in reads]
+        live = {name: piece for name, piece in rows.items() if name in reads}
+        outputs = self._block(block, list(live.values()), passive)
+        seen = {name: self._norm("norm", output) for name, output in zip(live, outputs, strict=True)}
+        return seen | {"cls": seen["cls"].squeeze(1)} if "cls" in seen else seen
+
+    def _block(self, block: int, live: list[Tensor], passive: list[Tensor]) -> list[Tensor]:
+        """One pre-norm block over pieces of a sequence; gives back the live pieces. Passive pieces may have batch size 1 (shared)."""
+        weights, prefix, width = self.weights, f"blocks.{block}.", self.shape.width
+        x = torch.cat(live, dim=1) if len(live) > 1 else live[0]
+        weight, bias = weights[prefix + "attention.in.weight"], weights[prefix + "attention.in.bias"]
+
+        query, key, value = self._heads(F.linear(self._norm(prefix + "norm1", x), weight, bias), 3)
+        keys, values = [key], [value]
+        for rows in passive:
+            if rows.shape[1]:
+                pair = self._heads(F.linear(self._norm(prefix + "norm1", rows), weight[width:], bias[width:]), 2)
+                key, value = pair.expand(-1, len(x), -1, -1, -1)
+                keys.append(key)
+                values.append(value)
+        if len(keys) > 1:
+            key, value = torch.cat(keys, dim=2), torch.cat(values, dim=2)
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)  # (B, R, d)
+        x = x + self._scaled(prefix + "scale1", self._linear(prefix + "attention.out", mixed))
+
+        hidden = self._linear(prefix + "mlp.in", self._norm(prefix + "norm2", x))
+        x = x + self._scaled(prefix + "scale2", self._linear(prefix + "mlp.out", self._activate(hidden)))
+        return list(x.split([rows.shape[1] for rows in live], dim=1)) if len(live) > 1 else [x]
+
+    def _heads(self, projected: Tensor, parts: int) -> Tensor:
+        """(B, R, parts * d) to (parts, B, heads, R, d / heads)."""
+        batch, rows, _ = projected.shape
+        head_width = self.shape.width // self.shape.heads
+        return projected.view(batch, rows, parts, self.shape.heads, head_width).permute(2, 0, 3, 1, 4)
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        if self.shape.mlp == "swiglu":
+            gate, value = hidden.chunk(2, dim=-1)
+            return F.silu(gate) * value
+        return F.gelu(hidden) if self.shape.activation == "gelu" else hidden * torch.sigmoid(1.702 * hidden)
+
+    def _scaled(self, name: str, x: Tensor) -> Tensor:
+        return x * self.weights[name] if self.shape.layer_scale else x
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights[name + ".weight"], self.weights[name + ".bias"])
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        weight, bias = self.weights[name + ".weight"], self.weights[name + ".bias"]
+        return F.layer_norm(x, (self.shape.width,), weight, bias, self.shape.norm_eps)
+
+    def _check(self, tokens: Tensor, prompts: Sequence[VisionPrompt], reads: frozenset[str], start: int) -> None:
+        shape = self.shape
+        if tokens.ndim != 3 or tuple(tokens.shape[1:]) != (shape.tokens, shape.width):
+            raise ContractError(f"tokens must be (B, {shape.tokens}, {shape.width}), got {tuple(tokens.shape)}")
+        if not reads or not reads <= set(READS):
+            raise ContractError(f"reads must be some of {', '.join(READS)}, got {sorted(reads)}")
+        if not 0 <= start < shape.depth:
+            raise ContractError(f"start must be in 0..{shape.depth - 1}, got {start}")
+        for prompt in prompts:
+            check_prompt(prompt, batch=len(tokens), width=shape.width, first=start, depth=shape.depth)

@@ -1,0 +1,91 @@
+"""Reading weight files: safetensors only, checked. Pickle is never opened, because opening it runs code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedprompt.errors import BackboneError, StorageError, broken
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def read_file(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
+    """The tensors of one safetensors file."""
+    if path.suffix in PICKLES:
+        raise BackboneError(
+            f"backbone.name must not be a pickle file, because opening one runs code, got {str(path)!r}. {_CONVERT}"
+        )
+    if not path.is_file():
+        raise BackboneError(broken("backbone.name", "name an existing safetensors file", str(path)))
+    _check_sha256([path], sha256)
+    return _tensors(path)
+
+
+def read_folder(folder: Path, sha256: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a `transformers` folder, in one file or in shards.
+
+    A sha256 is that of `model.safetensors`, or of all shards one after the other in the order of their names.
+    """
+    if (folder / WEIGHTS).is_file():
+        shards = [folder / WEIGHTS]
+    elif (folder / INDEX).is_file():
+        shards = [folder / name for name in _shard_names(folder / INDEX)]
+    else:
+        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+        found = (
+            f"only {pickled[0]!r}, a pickle, which is never opened because that runs code. {_CONVERT}"
+            if pickled
+            else "neither"
+        )
+        raise BackboneError(f"the backbone folder {str(folder)!r} must hold {WEIGHTS} or {INDEX}, got {found}")
+    _check_sha256(shards, sha256)
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        tensors |= _tensors(shard)
+    return tensors
+
+
+_CONVERT = (
+    "On a machine where you trust the file, load it with transformers and save it again with "
+    "`model.save_pretrained(folder)`, which writes safetensors; many hub models also have a revision with safetensors."
+)
+
+
+def _shard_names(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BackboneError(f"{str(index)!r} must map tensors to shards under `weight_map`: {error}") from error
+    for name in names:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise BackboneError(broken(str(index), "name files that lie beside it", name))
+    return names
+
+
+def _check_sha256(paths: list[Path], expected: str | None) -> None:
+    if expected is None:
+        return
+    sha = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as stream:
+            while piece := stream.read(1 << 20):
+                sha.update(piece)
+    if sha.hexdigest() != expected:
+        raise BackboneError(f"backbone.sha256 of {str(paths[0])!r} must be {expected}, got {sha.hexdigest()}")
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise BackboneError(f"{str(path)!r} must be an intact safetensors file: {error}") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}") from error

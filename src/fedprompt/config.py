@@ -1,0 +1,259 @@
+"""The settings of an experiment: pydantic models, YAML files, `key=value` overrides and a stable hash.
+
+This module must stay free of torch: the command line validates and prints configs without it. A method's own settings are the fields of its
+dataclass; `fedprompt.registry.build_method` checks them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedprompt.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and nothing is converted silently: the text "False" is not a boolean."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DataConfig(Section):
+    """Which images there are, and how they become squares."""
+
+    source: str = "embedded"  #: `embedded`, `tiny`, a folder, a parquet file, or `hub:owner/name`
+    format: Literal["auto", "embedded", "tiny", "folder", "domain_folder", "parquet", "cifar10", "cifar100", "hub"] = (
+        "auto"
+    )
+    train_per_cell: Positive | None = None  #: keep at most this many training images of every (domain, class)
+    test_per_cell: Positive | None = None  #: the same for test images
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2  #: used when the source has no split of its own
+    split_seed: NotNegative = 0  #: which images that split puts aside
+    resize: Literal["squash", "crop"] = "squash"  #: to a square directly, or shorter side first and then the centre
+
+
+class PartitionConfig(Section):
+    """Which client holds which images."""
+
+    scheme: Literal["domains", "classes", "dirichlet", "dirichlet_in_domains", "disjoint", "iid", "manifest"] = (
+        "domains"
+    )
+    clients: Positive = 6
+    domains_per_client: Positive = 1  #: m of scheme `domains`
+    classes_per_client: Positive = 2  #: s of scheme `classes`
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.3  #: concentration of the Dirichlet schemes
+    shots: Positive | None = None  #: training images per class of scheme `disjoint`; all when absent
+    min_train: Positive = 1  #: every client gets at least this many training images
+    min_test: Positive = 1  #: and this many test images
+    max_tries: Positive = 100  #: Dirichlet draws before giving up on the minimum sizes
+    seed: NotNegative | None = None  #: defaults to the experiment's seed
+    manifest: str | None = None  #: the JSON file of scheme `manifest`
+
+
+class BackboneConfig(Section):
+    """The frozen model every client holds."""
+
+    name: str = "dinov2-small"  #: `dinov2-small`, `tiny`, a folder, a safetensors file, or a hub id
+    image_size: Positive | None = None  #: side in pixels; the backbone's own when absent
+    mean: tuple[float, float, float] | None = (
+        None  #: only for weights that carry no preprocessing; checked when they do
+    )
+    std: tuple[float, float, float] | None = None
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = (
+        None  #: refuse a weight file with another checksum
+    )
+    revision: str | None = None  #: of a hub id
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+
+
+class TrainConfig(Section):
+    """Local training of one client in one round: SGD."""
+
+    epochs: Positive = 1
+    batch_size: Positive = 32
+    lr: Rate = 0.01  #: of every tensor that has no rate of its own
+    lrs: dict[
+        str, Rate
+    ] = {}  #: rates of parameter groups by name pattern, such as `head.*: 0.001`; the first match counts
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Rate = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"  #: over the rounds of the run
+    clip_norm: Annotated[float, Field(gt=0)] | None = None  #: bound on the gradient norm of a step
+
+
+class FederationConfig(Section):
+    """Rounds, participation, aggregation and evaluation."""
+
+    rounds: Positive = 10
+    fraction: Share = 1.0  #: of the clients that train in a round
+    weighting: Literal["samples", "uniform"] = "samples"
+    evaluate_every: Positive = 1  #: rounds between evaluations of every client
+    evaluate_last: NotNegative = 10  #: the last rounds are always evaluated, and averaged in the summary
+    evaluate_at: Literal["personalised", "global", "after_local"] = "personalised"  #: see docs/concepts.md
+    evaluation_batch: Positive = 64
+
+
+class OutputConfig(Section):
+    """Where a run is written. Nothing here changes a result, so it is left out of the hash."""
+
+    directory: str = "runs"
+    cache: str | None = None  #: decoded images and features; the user cache directory when absent
+    threads: Positive | None = None  #: of torch; all cores when absent
+
+
+class Config(Section):
+    """A whole experiment."""
+
+    name: Name = "run"
+    seed: NotNegative = 0
+    data: DataConfig = DataConfig()
+    partition: PartitionConfig = PartitionConfig()
+    backbone: BackboneConfig = BackboneConfig()
+    method: dict[str, Any] = {"name": "fedvpt"}  #: `name` and the method's own fields
+    variant: dict[str, Any] | None = None  #: FedProx, SCAFFOLD, ...: `name` and its fields
+    train: TrainConfig = TrainConfig()
+    federation: FederationConfig = FederationConfig()
+    output: OutputConfig = OutputConfig()
+
+    def digest(self) -> str:
+        """The identity of what is computed: equal digests must give equal results."""
+        return _digest(self.model_dump(mode="json", exclude={"output", "name"}))
+
+    def family(self) -> str:
+        """The digest without the seed: runs of one family are repetitions of each other."""
+        return _digest(self.model_dump(mode="json", exclude={"output", "name", "seed"}))
+
+    @property
+    def label(self) -> str:
+        """How tables call it: `fedvpt`, or `fedvpt+fedprox`."""
+        method = str(self.method.get("name", "?"))
+        return f"{method}+{self.variant['name']}" if self.variant else method
+
+    @property
+    def run_name(self) -> str:
+        return f"{self.name}-{self.label}-seed{self.seed}"
+
+    @property
+    def run_directory(self) -> Path:
+        return Path(self.output.directory) / self.run_name
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> list[Config]:
+    """Read a YAML file, apply `key=value` overrides, and expand its `sweep` and the seeds into one config per run."""
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"config: cannot read {str(path)!r}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {str(path)!r} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config: {str(path)!r} must hold a mapping of sections, got {type(raw).__name__}")
+    raw.setdefault("name", Path(path).stem)
+    return [parse(values) for values in expand(apply_overrides(raw, overrides), seeds)]
+
+
+def parse(values: Mapping[str, Any]) -> Config:
+    """Check a plain mapping; every complaint names its field, rule and value."""
+    try:
+        # the JSON round-trip lets strict mode accept lists where tuples are declared
+        return Config.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_complaint(problem) for problem in error.errors())) from error
+    except TypeError as error:
+        raise ConfigError(f"config: only plain YAML values are understood: {error}") from error
+
+
+def complaints(error: ValidationError, section: str) -> str:
+    """The problems of a nested section (a method's own fields), one a line."""
+    return "\n".join(_complaint(problem, section) for problem in error.errors())
+
+
+def _complaint(problem: Any, section: str = "") -> str:
+    field = ".".join([section, *map(str, problem["loc"])]).strip(".")
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{field} is not a known setting"
+    if problem["type"] == "missing":
+        return f"{field} must be given"
+    rule = problem["msg"].removeprefix("Input should ").removeprefix("Value error, ")
+    value = problem["input"]
+    if problem["type"] in ("bool_type", "bool_parsing"):
+        rule = "be true or false, without quotes"
+    return f"{field} must {rule}, got {value!r}"
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """`train.lr=0.1` sets one value; the right side is YAML, so lists and nulls work too."""
+    result = deepcopy(dict(values))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override must look like key=value, got {override!r}")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {key} must be YAML, got {text!r}") from error
+        if key in ("method", "variant") and isinstance(value, str):
+            value = {"name": value}
+        _set(result, key.split("."), value, key)
+    return result
+
+
+def _set(values: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    for step in path[:-1]:
+        if values.get(step) is None:
+            values[step] = {}
+        values = values[step]
+        if not isinstance(values, dict):
+            raise ConfigError(f"override {key} must name a setting inside a section, but {step!r} is a plain value")
+    values[path[-1]] = value
+
+
+def expand(values: Mapping[str, Any], seeds: Iterable[int] = ()) -> list[dict[str, Any]]:
+    """One mapping per run: the product of the lists under `sweep`, for every seed."""
+    values = deepcopy(dict(values))
+    axes = values.pop("sweep", None) or {}
+    if not isinstance(axes, dict) or not all(isinstance(choices, list) and choices for choices in axes.values()):
+        raise ConfigError(f"sweep must map settings to lists of values, got {axes!r}")
+    seeds = list(seeds)
+    if seeds:
+        axes["seed"] = seeds
+    runs = []
+    for choice in itertools.product(*axes.values()):
+        run = deepcopy(values)
+        for key, value in zip(axes, choice, strict=True):
+            if key in ("method", "variant") and isinstance(value, str):
+                value = {"name": value}
+            _set(run, key.split("."), deepcopy(value), f"sweep.{key}")
+        runs.append(run)
+    return runs
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The lines `field: old -> new` in which two config mappings differ."""
+    lines = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            lines += difference(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key}: {before!r} -> {after!r}")
+    return lines

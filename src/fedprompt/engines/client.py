@@ -1,0 +1,237 @@
+"""One client's side of a round: the same code runs in process and on a node of a real federation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from fedprompt.backbones.vit import ViT
+from fedprompt.config import Config, TrainConfig
+from fedprompt.engines.images import ImageBank, Images
+from fedprompt.errors import ContractError, DivergenceError
+from fedprompt.evaluation.metrics import ClientResult
+from fedprompt.evaluation.scoring import score
+from fedprompt.federation import wire
+from fedprompt.federation.states import ClientStates
+from fedprompt.method import Batch, Client, Method, Progress, Seen, Stage, World
+from fedprompt.roles import Tensors
+from fedprompt.streams import stream
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client sends: there is no field in which a local tensor could travel."""
+
+    client: int
+    upload: Tensors
+    samples: int
+    loss: float | None = None  #: mean training loss; None when nothing was trained
+
+
+def look(
+    method: Method, world: World, params: Tensors, images: Images, positions: Tensor, batch: Batch, noise: Tensors
+) -> Seen:
+    """The frozen backbone between `prompts` and `logits`. Without prompts, cached features are read instead."""
+    given = method.prompts(world, params, batch, noise)
+    if given.vision:
+        tokens = images.tokens(positions)
+        if given.repeat > 1:
+            tokens = tokens.repeat(given.repeat, 1, 1)
+        return Seen(**images.backbone.run(tokens, given.vision, method.reads), extra=given.extra)
+    found = {name: images.features(name, positions) for name in {"cls", *method.reads} - {"prompts"}}
+    return Seen(
+        **{name: value.repeat(given.repeat, *[1] * (value.dim() - 1)) for name, value in found.items()},
+        extra=given.extra,
+    )
+
+
+def make_batch(method: Method, images: Images, positions: Tensor, training: bool) -> Batch:
+    features = {name: images.features(name, positions) for name in method.needs}
+    return Batch(images.labels[positions.to(images.labels.device)], features, training=training)
+
+
+def step_loss(
+    method: Method, world: World, params: Tensors, images: Images, positions: Tensor, noise: Tensors
+) -> Tensor:
+    """One step's loss, from prompts to the number."""
+    batch = make_batch(method, images, positions, training=True)
+    seen = look(method, world, params, images, positions, batch, noise)
+    logits = method.logits(world, params, seen, batch, noise)
+    return method.loss(world, params, logits, seen, batch, noise)
+
+
+def learning_rate(train: TrainConfig, name: str, round: int, rounds: int) -> float:
+    """The rate of one tensor in one round: its group's, or the general one, on the schedule."""
+    base = next((rate for pattern, rate in train.lrs.items() if fnmatchcase(name, pattern)), train.lr)
+    if train.schedule == "cosine":
+        return base * 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds))
+    return base
+
+
+def sgd_step(
+    params: Tensors, grads: Tensors, velocity: Tensors, rates: dict[str, float], train: TrainConfig
+) -> Tensors:
+    """SGD with weight decay and heavy-ball momentum; `velocity` is updated in place."""
+    if train.clip_norm is not None:
+        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+        scale = (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        grads = {name: grad * scale for name, grad in grads.items()}
+    stepped = {}
+    for name, grad in grads.items():
+        grad = grad + train.weight_decay * params[name]
+        velocity[name] = grad if name not in velocity else train.momentum * velocity[name] + grad
+        stepped[name] = params[name] - rates[name] * velocity[name]
+    return stepped
+
+
+class ClientRuntime:
+    """Trains, evaluates and surveys clients whose images and states are at hand."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        method: Method,
+        backbone: ViT,
+        bank: ImageBank,
+        states: ClientStates,
+        domain_names: Sequence[str],
+    ) -> None:
+        self.config, self.world, self.method, self.backbone = config, world, method, backbone
+        self.bank, self.states, self.domain_names = bank, states, tuple(domain_names)
+
+    def train(self, round: int, client: int, received: Tensors) -> Reply:
+        """One participation: begin, the stages, finish. What stays local goes to the client's state."""
+        who = self._client(client, round)
+        params = self.method.begin(self.world, who, received, self._local(client, who))
+        params, progress, loss = self._run(self.method.stages(self.world, self.config.train), params, round, client, "")
+        upload, local = self.method.finish(self.world, who, received, params, progress)
+        self.states.put(client, local)
+        counted = self._statistics("round", client, params, given=upload)
+        return Reply(client, {**upload, **counted}, who.samples, loss)
+
+    def survey(self, client: int, received: Tensors) -> Reply:
+        """The statistics every client is asked for before the first round."""
+        who = self._client(client, 0)
+        params = self.method.personalise(self.world, who, received, self._local(client, who))
+        return Reply(client, self._statistics("start", client, params), who.samples)
+
+    def evaluate(self, round: int, client: int, received: Tensors) -> ClientResult:
+        """Test one client at the configured point; nothing it trains for that is kept."""
+        who, at = self._client(client, round), self.config.federation.evaluate_at
+        local = self.method.enrol(self.world, who) if at == "global" else self._local(client, who)
+        if at == "after_local":
+            params = self.method.begin(self.world, who, received, local)
+            params, progress, _ = self._run(
+                self.method.stages(self.world, self.config.train), params, round, client, "after_local."
+            )
+            upload, local = self.method.finish(self.world, who, received, params, progress)
+            received = {**received, **{name: upload[name] for name in self.world.roles.shared}}
+        params = self.method.personalise(self.world, who, received, local)
+        params, _, _ = self._run(
+            self.method.adaptation(self.world, self.config.train), params, round, client, "adaptation."
+        )
+        images = self.bank.images(client, "test")
+        generator = stream(self.config.seed, round, client, "evaluation")
+        draws = []
+        with torch.no_grad():
+            for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
+                batch = make_batch(self.method, images, positions, training=False)
+                noise = self._noise(self.method, len(positions), False, generator)
+                seen = look(self.method, self.world, params, images, positions, batch, noise)
+                draws.append(self.method.predict(self.world, params, seen, batch, noise))
+        return score(torch.cat(draws, dim=1), images.labels, images.domains, self.domain_names)
+
+    def _run(
+        self, stages: Sequence[Stage], params: Tensors, round: int, client: int, purpose: str
+    ) -> tuple[Tensors, Progress, float | None]:
+        images, train = self.bank.images(client, "train"), self.config.train
+        steps, losses, seen = 0, 0.0, 0
+        sizes: dict[str, float] = {}
+        for stage in stages:
+            if not stage.trainable or not stage.epochs:
+                continue
+            order = stream(self.config.seed, round, client, f"{purpose}batches.{stage.name}")
+            draws = stream(self.config.seed, round, client, f"{purpose}noise.{stage.name}")
+            rates = {
+                name: learning_rate(train, name, max(round, 1), self.config.federation.rounds)
+                for name in stage.trainable
+            }
+            velocity: Tensors = {}
+            number = 0
+            for _ in range(stage.epochs):
+                for positions in torch.randperm(len(images), generator=order).split(train.batch_size):
+                    noise = self._noise(stage.step, len(positions), True, draws)
+                    leaves = {name: params[name].detach().requires_grad_() for name in stage.trainable}
+                    loss = step_loss(stage.step, self.world, {**params, **leaves}, images, positions, noise)
+                    if not torch.isfinite(loss):
+                        name = self.world.client_names[client]
+                        raise DivergenceError(
+                            f"training loss of client {name!r} in round {round} must be finite, got {loss.item()}; "
+                            "try a smaller train.lr or train.lrs"
+                        )
+                    if not loss.requires_grad:
+                        raise ContractError(
+                            f"stage {stage.name!r} must depend on one of its trainables {', '.join(stage.trainable)}"
+                        )
+                    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+                    before = {name: params[name] for name in stage.trainable}
+                    stepped = sgd_step(before, dict(zip(leaves, grads, strict=True)), velocity, rates, train)
+                    params = {**params, **stage.step.after_step(self.world, stepped, params, number)}
+                    for name, rate in rates.items():
+                        sizes[name] = sizes.get(name, 0.0) + rate
+                    losses, seen = losses + loss.item() * len(positions), seen + len(positions)
+                    number += 1
+            steps += number
+        return params, Progress(steps, sizes), losses / seen if seen else None
+
+    def _statistics(self, when: str, client: int, params: Tensors, given: Collection[str] = ()) -> Tensors:
+        """The declared statistics that `finish` has not given already, added up over the client's training images."""
+        declared = {
+            name: statistic for name, statistic in self.world.roles.statistics(when).items() if name not in given
+        }
+        if not declared:
+            return {}
+        images = self.bank.images(client, "train")
+        totals = {name: torch.zeros(statistic.shape, dtype=torch.float64) for name, statistic in declared.items()}
+        with torch.no_grad():
+            for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
+                part = self.method.statistics(
+                    self.world, params, make_batch(self.method, images, positions, training=False)
+                )
+                for name in declared:
+                    totals[name] += part[name].cpu()
+        return {name: total.float() for name, total in wire.withhold_small(totals, declared).items()}
+
+    def _client(self, client: int, round: int) -> Client:
+        images = self.bank.images(client, "train")
+
+        def loss(params: Tensors) -> float:
+            generator = stream(self.config.seed, round, client, "probe")
+            total = 0.0
+            with torch.no_grad():
+                for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
+                    noise = self._noise(self.method, len(positions), True, generator)
+                    total += step_loss(self.method, self.world, params, images, positions, noise).item() * len(
+                        positions
+                    )
+            return total / len(images)
+
+        counts = torch.bincount(images.labels.cpu(), minlength=self.world.classes)
+        return Client(client, self.world.client_names[client], len(images), counts, loss)
+
+    def _local(self, client: int, who: Client) -> Tensors:
+        kept = self.states.get(client)
+        tensors = self.method.enrol(self.world, who) if kept is None else kept
+        return {name: tensor.to(self.world.device) for name, tensor in tensors.items()}
+
+    def _noise(self, method: Method, size: int, training: bool, generator: torch.Generator) -> Tensors:
+        return {
+            name: draw.to(self.world.device)
+            for name, draw in method.noise(self.world, size, training, generator).items()
+        }

@@ -1,0 +1,57 @@
+"""One family of errors. Each class has its own exit code; each message names the field, the rule and the value.
+
+The command line prints the message alone and exits with the code; `docs/cli.md` lists the codes.
+"""
+
+
+class FedpromptError(Exception):
+    """Anything that goes wrong in a way a user can act on."""
+
+    exit_code = 1
+
+
+class ConfigError(FedpromptError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+    exit_code = 2
+
+
+class DataError(FedpromptError):
+    """Images, labels or a partition cannot be used as asked."""
+
+    exit_code = 3
+
+
+class BackboneError(FedpromptError):
+    """Weights are missing, damaged or not the ones they should be."""
+
+    exit_code = 4
+
+
+class RunError(FedpromptError):
+    """A run directory is in the way, belongs to another config or is in use."""
+
+    exit_code = 5
+
+
+class ContractError(FedpromptError):
+    """A method broke its own declaration, for example by uploading a local tensor."""
+
+    exit_code = 6
+
+
+class StorageError(FedpromptError):
+    """The disk is full, read-only or out of reach."""
+
+    exit_code = 7
+
+
+class DivergenceError(FedpromptError):
+    """Training produced values that are not finite."""
+
+    exit_code = 8
+
+
+def broken(field: str, rule: str, value: object) -> str:
+    """The one way a bad value is reported: `federation.fraction must be in (0, 1], got 1.5`."""
+    return f"{field} must {rule}, got {value!r}"

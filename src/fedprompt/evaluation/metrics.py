@@ -1,0 +1,89 @@
+"""Numbers of clients, rounds and runs, from counts alone.
+
+*Average* is the unweighted mean of the clients' test accuracies, *Worst Local* their minimum; both are then averaged over the last rounds.
+Accuracies are fractions here; tables print them in per cent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+BINS = 15  #: equal-width confidence bins of the calibration error
+
+
+@dataclass(frozen=True)
+class ClientResult:
+    """Everything an evaluation of one client counted. Results add up, so pooled figures are exact."""
+
+    samples: int
+    correct: int
+    nll: float  #: summed over samples
+    entropy: float  #: predictive entropy, summed
+    mutual_information: float  #: over the draws of a Bayesian prompt, summed
+    bins: list[list[float]]  #: per confidence bin: samples, sum of confidences, correct
+    domains: dict[str, list[int]] = field(default_factory=dict)  #: name -> samples, correct
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.samples
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def calibration_error(bins: Sequence[Sequence[float]]) -> float:
+    """ECE: the gap between confidence and accuracy in each bin, weighted by its share of the samples."""
+    table = np.asarray(bins, dtype=np.float64)
+    return float(np.abs(table[:, 1] - table[:, 2]).sum() / table[:, 0].sum())
+
+
+def summarise(results: Iterable[ClientResult]) -> dict[str, Any]:
+    """The figures of one evaluated round, over all clients."""
+    results = list(results)
+    accuracies = np.array([result.accuracy for result in results])
+    samples = sum(result.samples for result in results)
+    lowest = np.sort(accuracies)[: max(1, len(accuracies) // 10)]
+    domains: dict[str, list[int]] = {}
+    for result in results:
+        for name, (count, correct) in result.domains.items():
+            total = domains.setdefault(name, [0, 0])
+            total[0] += count
+            total[1] += correct
+    return {
+        "average": float(accuracies.mean()),
+        "worst": float(accuracies.min()),
+        "pooled": sum(result.correct for result in results) / samples,
+        "std": float(accuracies.std()),
+        "bottom_decile": float(lowest.mean()),
+        "ece": calibration_error(np.sum([result.bins for result in results], axis=0)),
+        "nll": sum(result.nll for result in results) / samples,
+        "entropy": sum(result.entropy for result in results) / samples,
+        "mutual_information": sum(result.mutual_information for result in results) / samples,
+        "domains": {name: correct / count for name, (count, correct) in sorted(domains.items())},
+    }
+
+
+AVERAGED = ("average", "worst", "pooled", "std", "bottom_decile", "ece", "nll", "entropy", "mutual_information")
+
+
+def conclude(rounds: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:
+    """The figures of a run from its evaluated rounds: the mean over the last ones, the final one and the best one."""
+    if not rounds:
+        return {}
+    tail = rounds[-max(1, last) :]
+    means = {name: float(np.mean([entry[name] for entry in tail])) for name in AVERAGED}
+    domains = {name: float(np.mean([entry["domains"][name] for entry in tail])) for name in tail[-1]["domains"]}
+    best = max(rounds, key=lambda entry: entry["average"])
+    return {
+        **means,
+        "domains": domains,
+        "evaluations": len(tail),
+        "final_average": rounds[-1]["average"],
+        "final_worst": rounds[-1]["worst"],
+        "best_average": best["average"],
+        "best_round": best["round"],
+    }

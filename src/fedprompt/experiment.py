@@ -1,0 +1,149 @@
+"""The front door: `Experiment(config).run() -> Run`."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedprompt import config as configuration
+from fedprompt import registry
+from fedprompt.assets import cache_directory
+from fedprompt.backbones.load import load_backbone
+from fedprompt.backbones.vit import ViT
+from fedprompt.config import Config
+from fedprompt.data.manifest import Manifest
+from fedprompt.data.partition import make_manifest
+from fedprompt.data.sources import Source, open_source
+from fedprompt.data.transforms import ImageStore
+from fedprompt.engines.client import ClientRuntime
+from fedprompt.engines.images import ImageBank
+from fedprompt.engines.inprocess import InProcess
+from fedprompt.errors import RunError
+from fedprompt.federation.rounds import Federation, Observer
+from fedprompt.federation.states import ClientStates
+from fedprompt.federation.store import FILE, RunStore
+from fedprompt.method import Method, World
+from fedprompt.run import Run
+from fedprompt.streams import SERVER, stream
+
+
+class Experiment:
+    """One config made real. Building it checks everything that can be checked before the first image is decoded."""
+
+    def __init__(self, config: Config | Mapping[str, Any]) -> None:
+        self.config = config if isinstance(config, Config) else configuration.parse(config)
+        self.method: Method = registry.build(self.config.method, self.config.variant)
+        self.cache: Path = cache_directory(self.config.output.cache)
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Iterable[str] = ()) -> Experiment:
+        """The one experiment a YAML file describes; a file with a `sweep` holds several and is for `fedprompt run`."""
+        configs = configuration.load(path, overrides)
+        if len(configs) != 1:
+            raise RunError(f"{str(path)!r} must describe one experiment, got {len(configs)}; use fedprompt.config.load")
+        return cls(configs[0])
+
+    def run(self, resume: bool = False, observer: Observer | None = None) -> Run:
+        """Train until the last round. With `resume`, go on after the last committed round of the same config."""
+        config = self.config
+        self._refuse_another_run(resume)
+        if config.output.threads:
+            torch.set_num_threads(config.output.threads)
+        source, manifest, backbone, world = self.prepare()
+        frozen = backbone.digest()
+        store = self._open_store(source, manifest, frozen)
+        try:
+            states = ClientStates(store.client_state)
+            pixels = ImageStore(source, backbone.shape.image_size, config.data.resize, self.cache)
+            bank = ImageBank(source, manifest, pixels, backbone)
+            runtime = ClientRuntime(config, world, self.method, backbone, bank, states, source.domain_names)
+            Federation(config, world, self.method, InProcess(runtime), store, observer or Observer()).run()
+            backbone.assert_frozen(frozen)
+        finally:
+            store.close()
+        return Run(config.run_directory)
+
+    def prepare(self) -> tuple[Source, Manifest, ViT, World]:
+        """Data, partition, backbone and the world a method sees, with its roles declared."""
+        config = self.config
+        source = open_source(config.data, self.cache)
+        manifest = make_manifest(source, config.data, config.partition, config.seed)
+        backbone = load_backbone(config.backbone, self.cache)
+        shape = backbone.shape
+        names = tuple(client.name for client in manifest.clients)
+        world = World(
+            shape.width,
+            shape.depth,
+            shape.tokens,
+            shape.patch,
+            source.class_names,
+            names,
+            device=backbone.device,
+            dtype=backbone.dtype,
+        )
+        self.method.check(world, config.train)
+        roles = self.method.init(world, stream(config.seed, 0, SERVER, "init"))
+        return source, manifest, backbone, replace(world, roles=roles)
+
+    def _refuse_another_run(self, resume: bool) -> None:
+        directory = self.config.run_directory
+        if not (directory / FILE).exists():
+            return
+        run = Run(directory)
+        try:
+            stored = run.reader.fact("config")
+        finally:
+            run.close()
+        asked = self.config.model_dump(mode="json")
+        ignored = ("output", "name")
+        lines = configuration.difference(
+            {key: value for key, value in stored.items() if key not in ignored},
+            {key: value for key, value in asked.items() if key not in ignored},
+        )
+        if lines:
+            raise RunError(
+                f"run {str(directory)!r} was made with another config (stored -> asked):\n  " + "\n  ".join(lines)
+            )
+        if not resume:
+            raise RunError(
+                f"run {str(directory)!r} exists already; continue it with --resume, or give it another name="
+            )
+
+    def _open_store(self, source: Source, manifest: Manifest, frozen: str) -> RunStore:
+        """The run file of this experiment: a new one, or the one that is there if it rests on the same data and weights."""
+        directory = self.config.run_directory
+        facts = {
+            "config": self.config.model_dump(mode="json"),
+            "backbone": frozen,
+            "manifest": json.loads(manifest.to_json()),
+            "clients": [client.name for client in manifest.clients],
+            "classes": list(source.class_names),
+            "domains": list(source.domain_names),
+            "versions": _versions(),
+        }
+        if not (directory / FILE).exists():
+            return RunStore.create(directory, facts)
+        store = RunStore(directory)
+        for fact, what in (("backbone", "weights of the backbone"), ("manifest", "partition of the data")):
+            if store.fact(fact) != facts[fact]:
+                store.close()
+                raise RunError(
+                    f"run {str(directory)!r} cannot be resumed: the {what} are not the ones it was started with"
+                )
+        return store
+
+
+def _versions() -> dict[str, str]:
+    packages = ("fedprompt", "torch", "transformers", "numpy", "safetensors", "pillow")
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **{name: version(name) for name in packages},
+    }

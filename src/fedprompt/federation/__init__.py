@@ -1,0 +1,1 @@
+"""The round: sample, train, audit, aggregate, evaluate, commit. It knows no method by name."""

@@ -1,0 +1,190 @@
+"""The loop: sample, train, audit, aggregate, evaluate, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from fedprompt.config import Config, FederationConfig
+from fedprompt.engines.client import Reply
+from fedprompt.evaluation.metrics import ClientResult, summarise
+from fedprompt.federation import wire
+from fedprompt.federation.aggregate import shares, weighted_mean
+from fedprompt.federation.store import RoundRecord, RunStore
+from fedprompt.method import Method, Server, Upload, World
+from fedprompt.roles import Tensors
+from fedprompt.streams import SERVER, stream
+
+
+class Engine(Protocol):
+    """Where clients run. `download` gives the audited tensors of one client."""
+
+    def survey(self, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply]: ...
+    def train(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply]: ...
+    def evaluate(
+        self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]
+    ) -> Iterator[tuple[int, ClientResult]]: ...
+    def take_states(self) -> dict[int, bytes]: ...
+
+
+class Observer:
+    """Told what happens while it happens. This one does nothing; the command line's draws progress."""
+
+    def started(self, config: Config, rounds_done: int) -> None: ...
+    def cohort(self, round: int, clients: Sequence[int]) -> None: ...
+    def trained(self, round: int, reply: Reply) -> None: ...
+    def evaluated(self, round: int, done: int, of: int) -> None: ...
+    def committed(self, record: RoundRecord) -> None: ...
+    def finished(self) -> None: ...
+
+
+def sample_cohort(seed: int, round: int, clients: int, fraction: float) -> list[int]:
+    """At least one client, in ascending order: the order of work must not matter, so it is not random."""
+    count = max(1, round_half_up(fraction * clients))
+    chosen = torch.randperm(clients, generator=stream(seed, round, SERVER, "cohort"))[:count]
+    return sorted(chosen.tolist())
+
+
+def round_half_up(value: float) -> int:
+    return int(value + 0.5)
+
+
+def is_evaluated(round: int, settings: FederationConfig) -> bool:
+    """Every k-th round, and each of the last n; the last round always."""
+    return round % settings.evaluate_every == 0 or round > settings.rounds - max(1, settings.evaluate_last)
+
+
+@dataclass
+class Federation:
+    """A run in progress. Its state is in the store; this object can be thrown away between any two rounds."""
+
+    config: Config
+    world: World
+    method: Method
+    engine: Engine
+    store: RunStore
+    observer: Observer
+
+    def run(self) -> None:
+        """Every round that is still missing."""
+        settings = self.config.federation
+        server = self._load() or self._start()
+        self.observer.started(self.config, server.round)
+        for round in range(server.round + 1, settings.rounds + 1):
+            server = self._round(server, round)
+        self.observer.finished()
+
+    def _load(self) -> Server | None:
+        row = self.store.server_state()
+        if row is None:
+            return None
+        round, shared, own = row
+        return Server(self._placed(wire.decode(shared)), self._placed(wire.decode(own)), round)
+
+    def _start(self) -> Server:
+        """Round 0: the initial tensors, and the statistics a method asks of every client beforehand."""
+        roles = self.world.roles
+        server = Server(roles.shared, roles.server)
+        bytes_up = bytes_down = 0
+        if roles.statistics("start"):
+            clients = range(self.world.clients)
+            replies = self._audited(self.engine.survey(clients, self._downloads(server)), "start")
+            bytes_up = sum(wire.size_in_bytes(reply.upload) for reply in replies)
+            bytes_down = self.world.clients * wire.size_in_bytes(server.shared)
+            server = self.method.survey(self.world, server, self._uploads(replies))
+        self._commit(server, RoundRecord(0, [], None, bytes_down, bytes_up, None), {})
+        return server
+
+    def _round(self, server: Server, round: int) -> Server:
+        settings, clock = self.config.federation, Clock()
+        cohort = sample_cohort(self.config.seed, round, self.world.clients, settings.fraction)
+        self.observer.cohort(round, cohort)
+        download = self._downloads(server)
+        with clock.phase("train"):
+            sent: dict[int, int] = {}
+
+            def sending(client: int) -> Tensors:
+                tensors = download(client)
+                sent[client] = wire.size_in_bytes(tensors)
+                return tensors
+
+            replies = self._audited(self._watched(round, self.engine.train(round, cohort, sending)), "round")
+        with clock.phase("aggregate"):
+            server = self.method.aggregate(self.world, server, self._uploads(replies), weighted_mean)
+            server = replace(server, round=round)
+        results: dict[int, ClientResult] = {}
+        if is_evaluated(round, settings):
+            with clock.phase("evaluate"):
+                everyone = range(self.world.clients)
+                for client, result in self.engine.evaluate(round, everyone, self._downloads(server)):
+                    results[client] = result
+                    self.observer.evaluated(round, len(results), len(everyone))
+        trained = [reply for reply in replies if reply.loss is not None]
+        samples = sum(reply.samples for reply in trained)
+        record = RoundRecord(
+            round=round,
+            cohort=cohort,
+            loss=sum((reply.loss or 0.0) * reply.samples for reply in trained) / samples if trained else None,
+            bytes_down=sum(sent.values()),
+            bytes_up=sum(wire.size_in_bytes(reply.upload) for reply in replies),
+            summary=summarise(results[client] for client in sorted(results)) if results else None,
+            seconds=clock.seconds,
+        )
+        self._commit(server, record, results)
+        self.observer.committed(record)
+        return server
+
+    def _downloads(self, server: Server) -> Callable[[int], Tensors]:
+        def download(client: int) -> Tensors:
+            tensors = self.method.download(self.world, server, client)
+            wire.audit_download(tensors, self.world.roles, self.world.client_names[client])
+            return {name: tensor.detach() for name, tensor in tensors.items()}
+
+        return download
+
+    def _audited(self, replies: Iterable[Reply], when: str) -> list[Reply]:
+        """Every reply held against the declared roles, in the order of clients whatever the order of arrival."""
+        checked = []
+        for reply in replies:
+            wire.audit_upload(reply.upload, self.world.roles, self.world.client_names[reply.client], when)
+            checked.append(reply)
+        return sorted(checked, key=lambda reply: reply.client)
+
+    def _uploads(self, replies: Sequence[Reply]) -> list[Upload]:
+        uniform = self.config.federation.weighting == "uniform"
+        weights = shares([1.0 if uniform else float(reply.samples) for reply in replies])
+        return [Upload(reply.client, reply.upload, weight) for reply, weight in zip(replies, weights, strict=True)]
+
+    def _watched(self, round: int, replies: Iterable[Reply]) -> Iterator[Reply]:
+        for reply in replies:
+            self.observer.trained(round, reply)
+            yield reply
+
+    def _commit(self, server: Server, record: RoundRecord, results: dict[int, ClientResult]) -> None:
+        evaluations = {client: results[client].to_json() for client in sorted(results)}
+        self.store.commit(
+            record, wire.encode(server.shared), wire.encode(server.own), self.engine.take_states(), evaluations
+        )
+
+    def _placed(self, tensors: Tensors) -> Tensors:
+        return {name: tensor.to(self.world.device) for name, tensor in tensors.items()}
+
+
+class Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -1,0 +1,216 @@
+"""A run is one file: SQLite in WAL mode, one transaction a round, tensors as opaque safetensors bytes.
+
+A process killed at any instant loses at most the round under way. This module knows no torch, so that reading a run is instant.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from fedprompt.errors import RunError, StorageError
+
+FILE = "run.db"
+VERSION = 1
+SCHEMA = """
+CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE rounds (
+  round INTEGER PRIMARY KEY, cohort TEXT NOT NULL, loss REAL, bytes_down INTEGER NOT NULL, bytes_up INTEGER NOT NULL,
+  summary TEXT, seconds TEXT NOT NULL);
+CREATE TABLE evaluations (round INTEGER NOT NULL, client INTEGER NOT NULL, result TEXT NOT NULL, PRIMARY KEY (round, client)) WITHOUT ROWID;
+CREATE TABLE client_states (client INTEGER PRIMARY KEY, round INTEGER NOT NULL, tensors BLOB NOT NULL);
+CREATE TABLE server_state (only INTEGER PRIMARY KEY CHECK (only = 0), round INTEGER NOT NULL, shared BLOB NOT NULL, own BLOB NOT NULL);
+CREATE TABLE events (round INTEGER NOT NULL, client INTEGER, kind TEXT NOT NULL, detail TEXT NOT NULL);
+"""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One finished round. Round 0 is the state before any training."""
+
+    round: int
+    cohort: list[int]
+    loss: float | None
+    bytes_down: int
+    bytes_up: int
+    summary: dict[str, Any] | None  #: metrics over all clients, when the round was evaluated
+    seconds: dict[str, float] = field(default_factory=dict)  #: by phase; the only thing two equal runs may differ in
+
+
+class RunReader:
+    """Read access to `run.db`; safe while another process writes."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        path = self.directory / FILE if self.directory.suffix != ".db" else self.directory
+        if not path.is_file():
+            raise RunError(f"run: {str(path)!r} must be a run file, but there is none")
+        self.directory = path.parent
+        self._connection = self._open(path)
+        try:
+            found = self._connection.execute("SELECT value FROM facts WHERE key = 'version'").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise RunError(f"run: {str(path)!r} is not a readable run file: {error}") from error
+        if found is None or json.loads(found[0]) != VERSION:
+            raise RunError(f"run: {str(path)!r} must have format version {VERSION}, got {found and found[0]}")
+
+    def _open(self, path: Path) -> sqlite3.Connection:
+        return sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def fact(self, key: str) -> Any:
+        row = self._connection.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def rounds(self) -> list[RoundRecord]:
+        rows = self._connection.execute(
+            "SELECT round, cohort, loss, bytes_down, bytes_up, summary, seconds FROM rounds ORDER BY round"
+        )
+        return [
+            RoundRecord(
+                number, json.loads(cohort), loss, down, up, summary and json.loads(summary), json.loads(seconds)
+            )
+            for number, cohort, loss, down, up, summary, seconds in rows
+        ]
+
+    def evaluations(self, round: int) -> dict[int, dict[str, Any]]:
+        """Per-client results of one round, by client number."""
+        rows = self._connection.execute(
+            "SELECT client, result FROM evaluations WHERE round = ? ORDER BY client", (round,)
+        )
+        return {client: json.loads(result) for client, result in rows}
+
+    def server_state(self) -> tuple[int, bytes, bytes] | None:
+        return self._connection.execute("SELECT round, shared, own FROM server_state").fetchone()  # type: ignore[no-any-return]
+
+    def client_state(self, client: int) -> bytes | None:
+        row = self._connection.execute("SELECT tensors FROM client_states WHERE client = ?", (client,)).fetchone()
+        return None if row is None else row[0]
+
+    def client_states(self) -> Iterator[tuple[int, int, bytes]]:
+        yield from self._connection.execute("SELECT client, round, tensors FROM client_states ORDER BY client")
+
+    def events(self) -> list[tuple[int, int | None, str, str]]:
+        return self._connection.execute("SELECT round, client, kind, detail FROM events ORDER BY rowid").fetchall()
+
+
+class RunStore(RunReader):
+    """The one writer of a run. A lock on the directory keeps a second writer out."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._lock = _lock(Path(directory))
+        try:
+            super().__init__(directory)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    @classmethod
+    def create(cls, directory: str | Path, facts: Mapping[str, Any]) -> RunStore:
+        """A new run file that is either complete or absent: it is built aside and renamed."""
+        directory = Path(directory)
+        with _disk(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        if (directory / FILE).exists():
+            raise RunError(f"run: {str(directory)!r} already holds a run")
+        lock = _lock(directory)
+        try:
+            draft = directory / f"{FILE}.new"
+            with _disk(directory):
+                draft.unlink(missing_ok=True)
+                with closing(sqlite3.connect(draft)) as connection, connection:
+                    connection.executescript(SCHEMA)
+                    rows = [(key, json.dumps(value)) for key, value in {"version": VERSION, **facts}.items()]
+                    connection.executemany("INSERT INTO facts VALUES (?, ?)", rows)
+                os.replace(draft, directory / FILE)
+        finally:
+            lock.close()
+        return cls(directory)
+
+    def _open(self, path: Path) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, timeout=30, isolation_level=None)
+        try:
+            with _disk(path):
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = FULL")
+        except StorageError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise RunError(f"run: {str(path)!r} is not a readable run file: {error}") from error
+        return connection
+
+    def close(self) -> None:
+        super().close()
+        self._lock.close()
+
+    def commit(
+        self,
+        record: RoundRecord,
+        shared: bytes,
+        own: bytes,
+        client_states: Mapping[int, bytes],
+        evaluations: Mapping[int, Mapping[str, Any]],
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Everything a round produced, in one transaction: all of it is there afterwards, or nothing is."""
+        row = {
+            name: json.dumps(value) if isinstance(value, list | dict) else value
+            for name, value in asdict(record).items()
+        }
+        with _disk(self.directory), self._transaction() as cursor:
+            cursor.execute(
+                "INSERT INTO rounds VALUES (:round, :cohort, :loss, :bytes_down, :bytes_up, :summary, :seconds)", row
+            )
+            cursor.execute("INSERT OR REPLACE INTO server_state VALUES (0, ?, ?, ?)", (record.round, shared, own))
+            states = [(client, record.round, tensors) for client, tensors in client_states.items()]
+            cursor.executemany("INSERT OR REPLACE INTO client_states VALUES (?, ?, ?)", states)
+            results = [(record.round, client, json.dumps(result)) for client, result in evaluations.items()]
+            cursor.executemany("INSERT INTO evaluations VALUES (?, ?, ?)", results)
+            for key, value in (facts or {}).items():
+                cursor.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, json.dumps(value)))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Cursor]:
+        cursor = self._connection.cursor()
+        cursor.execute("BEGIN IMMEDIATE")
+        try:
+            yield cursor
+            cursor.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                cursor.execute("ROLLBACK")
+            raise
+
+
+def _lock(directory: Path) -> TextIO:
+    """Held until closed; the operating system drops it when the process dies, however it dies."""
+    with _disk(directory):
+        handle = open(directory / "run.lock", "w")  # noqa: SIM115 - lives as long as the store
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        handle.close()
+        raise RunError(f"run: {str(directory)!r} is being written by another process") from error
+    return handle
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Disk trouble becomes one clear error; the run file keeps its last committed round."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise StorageError(f"output.directory must be writable and have room, got {str(path)!r}: {error}") from error
+    except OSError as error:
+        raise StorageError(
+            f"output.directory must be writable and have room, got {str(path)!r}: {error.strerror}"
+        ) from error

@@ -1,0 +1,229 @@
+"""The contract every method lives on.
+
+A method is a frozen dataclass of settings plus pure functions over `dict[str, Tensor]`, written for *one* client. It overrides only what
+differs from plain federated averaging. In the order in which a run calls them:
+
+    check      refuse settings that cannot work together
+    init       tensors at round 0, by role
+    survey     what the server makes of the `start` statistics (once, before round 1)
+    download   what one client receives
+    enrol      local tensors of a client that has none yet
+    begin      working parameters of a participation, from what was received and what is local
+    stages     which tensors are trained, in which order, with whose step
+      noise      every random draw of a step, made outside it
+      prompts    what to insert into the frozen backbone
+      logits     read-out of what the backbone returned
+      loss       one number
+      after_step a correction of the optimiser's step
+    finish     what goes up and what stays
+    aggregate  the server's update
+    personalise  parameters a client predicts with
+    adaptation   stages run on a throw-away copy of them before an evaluation
+    predict    class probabilities, one set per draw
+
+The step is split around the backbone so that an engine may fold many clients into one batch: `prompts`, `logits` and `loss` are mapped over
+stacked parameters (`torch.func.vmap`), and the backbone between them only ever sees samples with tokens of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.roles import Roles, Tensors, pick
+
+if TYPE_CHECKING:
+    from fedprompt.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """What a method may know of its surroundings; the same for every client and every round."""
+
+    width: int  #: d, of a token
+    blocks: int  #: L, transformer blocks
+    tokens: int  #: T, of an un-prompted image, CLS included
+    patch: int  #: side of a patch in pixels
+    class_names: tuple[str, ...]
+    client_names: tuple[str, ...]
+    roles: Roles = field(default_factory=Roles)  #: as declared by `init`; empty while `init` runs
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def clients(self) -> int:
+        return len(self.client_names)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Labels and un-prompted features of a step. Images never reach a method: the engine feeds them to the backbone."""
+
+    labels: Tensor  # (B,)
+    features: Tensors = field(default_factory=dict)  #: what the method `needs`
+    weights: Tensor | None = None  # (B,); an engine that pads ragged batches gives the padding weight 0
+    training: bool = True
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Average per-sample values over the batch; losses use this so that padded samples do not count."""
+        if self.weights is None:
+            return values.mean()
+        return (values * self.weights).sum() / self.weights.sum()
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What `prompts` asks of the backbone. Nothing to insert means the cached un-prompted features are read."""
+
+    vision: tuple[VisionPrompt, ...] = ()
+    repeat: int = 1  #: every image goes in this many times, draw after draw: rows [draw 0 of all images, draw 1, ...]
+    extra: Tensors = field(default_factory=dict)  #: anything `logits` and `loss` want to see again
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the backbone returned after its final norm."""
+
+    cls: Tensor  # (repeat * B, d)
+    patches: Tensor | None = None  # (repeat * B, M, d), when the method reads it
+    prompts: Tensor | None = None  # (repeat * B, P, d), when the method reads it
+    extra: Tensors = field(default_factory=dict)  #: `Prompts.extra`
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of local training. Optimiser state never outlives its stage."""
+
+    step: Method  #: whose `noise`, `prompts`, `logits`, `loss` and `after_step` are used
+    trainable: tuple[str, ...]
+    epochs: int
+    name: str = "local"  #: keys the random streams: stages of the same name see the same batches
+
+
+@dataclass(frozen=True)
+class Client:
+    """The client whose turn it is, as `enrol`, `begin` and `finish` see it."""
+
+    index: int
+    name: str
+    samples: int
+    class_counts: Tensor  # (C,) of the training images
+    loss: Callable[[Tensors], float]  #: mean training loss of some parameters, without training (IFCA's choice)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What local training did, for update rules that need it (SCAFFOLD)."""
+
+    steps: int
+    step_sizes: dict[str, float]  #: sum of the learning rates each tensor was stepped with
+
+
+@dataclass(frozen=True)
+class Server:
+    """Everything the server holds. `own` may gain tensors over time (a pool of prompts)."""
+
+    shared: Tensors
+    own: Tensors
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What one client sent, after the audit."""
+
+    client: int
+    tensors: Tensors
+    weight: float  #: its share of the cohort; shares sum to one
+
+
+class Combine(Protocol):
+    """How tensors of a cohort become one set: a weighted mean unless the federation is told otherwise."""
+
+    def __call__(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> Tensors: ...
+
+
+class Method:
+    """Plain federated averaging of whatever `init` calls shared. See the module's docstring for the order of calls."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What `logits` reads of the prompted backbone: "cls", "patches", "prompts"."""
+        return ("cls",)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Un-prompted features of each image that the step wants: "cls" (B, d), "patches" (B, M, d), "block_inputs" (B, L, T, d)."""
+        return ()
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        """Raise ConfigError where the settings cannot work together."""
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        raise NotImplementedError(f"{type(self).__name__}.init")
+
+    def survey(self, world: World, server: Server, uploads: Sequence[Upload]) -> Server:
+        return server
+
+    def statistics(self, world: World, params: Tensors, batch: Batch) -> Tensors:
+        """The declared statistics of one batch of training images; the engine adds the batches up."""
+        return {}
+
+    def download(self, world: World, server: Server, client: int) -> Tensors:
+        return server.shared
+
+    def enrol(self, world: World, client: Client) -> Tensors:
+        return world.roles.local
+
+    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        return {**received, **local}
+
+    def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        """Parameters the client predicts with; a method that keeps its last trained prompt for inference says so here."""
+        return self.begin(world, client, received, local)
+
+    def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        return (Stage(self, (*world.roles.shared, *world.roles.local), train.epochs),)
+
+    def noise(self, world: World, size: int, training: bool, generator: torch.Generator) -> Tensors:
+        return {}
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        return Prompts()
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__}.logits")
+
+    def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return batch.mean(F.cross_entropy(logits, batch.labels, reduction="none"))
+
+    def after_step(self, world: World, params: Tensors, before: Tensors, step: int) -> Tensors:
+        """Trainables after step number `step` of the stage, given all parameters before it; default: as the optimiser left them."""
+        return params
+
+    def finish(
+        self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress
+    ) -> tuple[Tensors, Tensors]:
+        """What goes up (without `statistics`, which the engine adds) and what the client keeps."""
+        return pick(params, world.roles.shared), pick(params, world.roles.local)
+
+    def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
+        tensors = [pick(upload.tensors, server.shared) for upload in uploads]
+        return Server(combine(tensors, [upload.weight for upload in uploads]), server.own, server.round)
+
+    def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        return ()
+
+    def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        """Probabilities (V, B, C) of V draws; the federation averages them and derives the uncertainty."""
+        return self.logits(world, params, seen, batch, noise).softmax(-1).unsqueeze(0)

@@ -1,0 +1,127 @@
+"""A wrapper that behaves like the method inside it until a variant overrides something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.errors import ConfigError
+from fedprompt.method import Batch, Client, Combine, Method, Progress, Prompts, Seen, Server, Stage, Upload, World
+from fedprompt.prompts import heads
+from fedprompt.roles import Roles, Tensors
+
+
+@dataclass(frozen=True)
+class Variant(Method):
+    """Tensors a variant adds carry its prefix, and the inner method is never shown them as its own."""
+
+    inner: Method
+    prefix: ClassVar[str] = "\0"
+
+    def inside(self, world: World) -> World:
+        """The world as the inner method declared it."""
+        roles = world.roles
+        groups = [
+            {name: t for name, t in group.items() if not name.startswith(self.prefix)}
+            for group in (roles.shared, roles.local, roles.server)
+        ]
+        stat = {name: statistic for name, statistic in roles.stat.items() if not name.startswith(self.prefix)}
+        return replace(world, roles=Roles(*groups, stat))
+
+    def wrapped(self, stage: Stage) -> Stage:
+        """A stage of the inner method whose step this variant still sees."""
+        return replace(stage, step=replace(self, inner=stage.step))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.inner.reads
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.inner.needs
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        self.inner.check(world, train)
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        return self.inner.init(world, generator)
+
+    def survey(self, world: World, server: Server, uploads: Sequence[Upload]) -> Server:
+        return self.inner.survey(self.inside(world), server, uploads)
+
+    def statistics(self, world: World, params: Tensors, batch: Batch) -> Tensors:
+        return self.inner.statistics(self.inside(world), params, batch)
+
+    def download(self, world: World, server: Server, client: int) -> Tensors:
+        return self.inner.download(self.inside(world), server, client)
+
+    def enrol(self, world: World, client: Client) -> Tensors:
+        own = {name: tensor for name, tensor in world.roles.local.items() if name.startswith(self.prefix)}
+        return {**self.inner.enrol(self.inside(world), client), **own}
+
+    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        return self.inner.begin(self.inside(world), client, received, local)
+
+    def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        return self.inner.personalise(self.inside(world), client, received, local)
+
+    def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        return tuple(self.wrapped(stage) for stage in self.inner.stages(self.inside(world), train))
+
+    def noise(self, world: World, size: int, training: bool, generator: torch.Generator) -> Tensors:
+        return self.inner.noise(self.inside(world), size, training, generator)
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        return self.inner.prompts(self.inside(world), params, batch, noise)
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return self.inner.logits(self.inside(world), params, seen, batch, noise)
+
+    def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return self.inner.loss(self.inside(world), params, logits, seen, batch, noise)
+
+    def after_step(self, world: World, params: Tensors, before: Tensors, step: int) -> Tensors:
+        return self.inner.after_step(self.inside(world), params, before, step)
+
+    def finish(
+        self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress
+    ) -> tuple[Tensors, Tensors]:
+        return self.inner.finish(self.inside(world), client, received, params, progress)
+
+    def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
+        return self.inner.aggregate(self.inside(world), server, uploads, combine)
+
+    def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        return self.inner.adaptation(self.inside(world), train)
+
+    def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return self.inner.predict(self.inside(world), params, seen, batch, noise)
+
+
+def squared_distance(params: Tensors, anchors: Tensors) -> Tensor:
+    """Sum of squared differences over the anchored tensors."""
+    return torch.stack([(params[name] - anchor.detach()).square().sum() for name, anchor in anchors.items()]).sum()
+
+
+def require_shared(roles: Roles, variant: str) -> None:
+    if not roles.shared:
+        raise ConfigError(
+            f"variant.name must be used with a method that shares tensors, got {variant!r} with one that shares none"
+        )
+
+
+def with_local_head(roles: Roles, variant: str) -> Roles:
+    """The head moved from shared to local."""
+    everything = {**roles.shared, **roles.local}
+    if not all(name in everything for name in heads.NAMES):
+        raise ConfigError(
+            f"variant.name must be used with a method that has a head, got {variant!r} with one that has none"
+        )
+    shared = {name: tensor for name, tensor in roles.shared.items() if name not in heads.NAMES}
+    head = {name: everything[name] for name in heads.NAMES}
+    return replace(roles, shared=shared, local={**roles.local, **head})

@@ -1,0 +1,85 @@
+"""Ditto (Li et al., 2021): a personal copy of everything, held near the shared tensors as they were received.
+
+    shared part     the inner method, as it is
+    personal part   min over P_k of  CE(P_k) + lambda/2 ||P_k - P_g||^2,   P_g the shared tensors as received
+
+Predictions use the personal copy. lambda = 0 is local-only training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.method import Batch, Client, Progress, Prompts, Seen, Stage, World
+from fedprompt.methods.variants.base import Variant, require_shared, squared_distance
+from fedprompt.registry import register_variant
+from fedprompt.roles import Roles, Tensors, pick, prefixed, stripped
+
+PERSONAL = "ditto.personal."
+ANCHOR = "ditto.anchor."
+
+
+@register_variant("ditto")
+@dataclass(frozen=True)
+class Ditto(Variant):
+    """A personal model beside the shared one."""
+
+    prefix: ClassVar[str] = "ditto."
+    lam: Annotated[float, Field(ge=0)] = 0.1  #: lambda, how hard the personal copy is pulled to the shared tensors
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        roles = self.inner.init(world, generator)
+        require_shared(roles, "ditto")
+        return replace(roles, local={**roles.local, **prefixed(PERSONAL, {**roles.shared, **roles.local})})
+
+    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        anchors = prefixed(ANCHOR, pick(received, world.roles.shared))
+        return {**super().begin(world, client, received, local), **self._mine(local), **anchors}
+
+    def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        return {**super().personalise(world, client, received, local), **self._mine(local)}
+
+    def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        inside = self.inside(world)
+        shared = tuple(replace(stage, name=f"shared.{stage.name}") for stage in self.inner.stages(inside, train))
+        personal = tuple(
+            replace(self.wrapped(stage), trainable=tuple(PERSONAL + name for name in stage.trainable))
+            for stage in self.inner.stages(inside, train)
+        )
+        return (*shared, *personal)
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        return super().prompts(world, self._view(params), batch, noise)
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return super().logits(world, self._view(params), seen, batch, noise)
+
+    def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        personal = self._view(params)
+        plain = super().loss(world, personal, logits, seen, batch, noise)
+        return plain + 0.5 * self.lam * squared_distance(personal, stripped(ANCHOR, params))
+
+    def after_step(self, world: World, params: Tensors, before: Tensors, step: int) -> Tensors:
+        return prefixed(PERSONAL, super().after_step(world, stripped(PERSONAL, params), self._view(before), step))
+
+    def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return super().predict(world, self._view(params), seen, batch, noise)
+
+    def finish(
+        self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress
+    ) -> tuple[Tensors, Tensors]:
+        upload, local = super().finish(world, client, received, params, progress)
+        return upload, {**local, **self._mine(params)}
+
+    def _mine(self, tensors: Tensors) -> Tensors:
+        return prefixed(PERSONAL, stripped(PERSONAL, tensors))
+
+    def _view(self, params: Tensors) -> Tensors:
+        """The parameters with the personal copies in place of the shared ones."""
+        return {**params, **stripped(PERSONAL, params)}

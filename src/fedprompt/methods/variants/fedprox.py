@@ -1,0 +1,42 @@
+"""FedProx (Li et al., 2020): the local objective is CE + mu/2 ||P - P_g||^2, P_g the shared tensors as received.
+
+mu = 0 is plain federated averaging.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.method import Batch, Client, Seen, World
+from fedprompt.methods.variants.base import Variant, require_shared, squared_distance
+from fedprompt.registry import register_variant
+from fedprompt.roles import Roles, Tensors, pick, prefixed, stripped
+
+
+@register_variant("fedprox")
+@dataclass(frozen=True)
+class FedProx(Variant):
+    """Stay close to what was received."""
+
+    prefix: ClassVar[str] = "fedprox."
+    mu: Annotated[float, Field(ge=0)] = 0.01  #: weight of the proximal term
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        roles = self.inner.init(world, generator)
+        require_shared(roles, "fedprox")
+        return roles
+
+    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        return {
+            **super().begin(world, client, received, local),
+            **prefixed(self.prefix, pick(received, world.roles.shared)),
+        }
+
+    def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        plain = super().loss(world, params, logits, seen, batch, noise)
+        return plain + 0.5 * self.mu * squared_distance(params, stripped(self.prefix, params))

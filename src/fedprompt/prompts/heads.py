@@ -1,0 +1,31 @@
+"""The linear read-out that methods on plain vision transformers put on the CLS row."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedprompt.roles import Tensors
+
+NAMES = ("head.weight", "head.bias")
+
+
+def zero_head(classes: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """All classes equally likely: every client, visited or not, starts from the same head."""
+    return {
+        "head.weight": torch.zeros(classes, width, dtype=dtype, device=device),
+        "head.bias": torch.zeros(classes, dtype=dtype, device=device),
+    }
+
+
+def read_head(params: Tensors, cls: Tensor) -> Tensor:
+    return F.linear(cls, params["head.weight"], params["head.bias"])
+
+
+def random_head(
+    classes: int, width: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensors:
+    """A linear layer's usual start: weights uniform in ±1/sqrt(width), no bias."""
+    weight = (torch.rand(classes, width, generator=generator) * 2 - 1) / width**0.5
+    return {**zero_head(classes, width, dtype, device), "head.weight": weight.to(device, dtype)}

@@ -1,0 +1,81 @@
+"""What a method puts into a vision transformer, said once for every style in the literature.
+
+A `VisionPrompt` is a *slot* of tokens behind the CLS token. Slots are independent of each other, so one method may use several.
+
+| style | slot |
+|---|---|
+| shallow (VPT-Shallow)        | `blocks=(0,)` |
+| deep (VPT-Deep)              | `blocks=range(L)`: at each listed block the slot's rows are thrown away and replaced |
+| partial depth q, carried     | `blocks=range(q)`: after the last listed block the rows travel on |
+| partial depth q, dropped     | the same with `after="drop"`: they leave before block q |
+| cumulative append (SGPT)     | `mode="append"`: at each listed block new rows come in and the old ones stay |
+| one prompt deep inside (PEP) | `blocks=(l,)` |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedprompt.errors import ContractError
+
+
+@dataclass(frozen=True)
+class VisionPrompt:
+    """Tokens for the listed blocks (counted from 0), the same for a whole batch or one set per sample."""
+
+    tokens: Tensor  # (len(blocks), n, d), or (B, len(blocks), n, d) per sample
+    blocks: tuple[int, ...]
+    mode: Literal["replace", "append"] = "replace"
+    after: Literal["carry", "drop"] = "carry"
+
+
+def check_prompt(prompt: VisionPrompt, batch: int, width: int, first: int, depth: int) -> None:
+    """Raise unless the slot fits a batch of sequences that runs through blocks `first` to `depth - 1`."""
+    blocks, tokens = list(prompt.blocks), prompt.tokens
+    if not blocks or blocks != sorted(set(blocks)) or blocks[0] < first or blocks[-1] >= depth:
+        raise ContractError(f"prompt.blocks must be increasing and in {first}..{depth - 1}, got {blocks}")
+    per_sample = tokens.ndim == 4
+    expected = ((batch,) if per_sample else ()) + (len(blocks),)
+    if tokens.ndim not in (3, 4) or tuple(tokens.shape[:-2]) != expected or tokens.shape[-1] != width:
+        raise ContractError(
+            f"prompt.tokens must be ({len(blocks)}, n, {width}) or ({batch}, {len(blocks)}, n, {width}), got {tuple(tokens.shape)}"
+        )
+    if prompt.mode not in ("replace", "append") or prompt.after not in ("carry", "drop"):
+        raise ContractError(f"prompt.mode and prompt.after must be known, got {prompt.mode!r} and {prompt.after!r}")
+
+
+def enter(prompt: VisionPrompt, rows: Tensor, block: int) -> Tensor:
+    """The rows of a slot at the input of `block`, given those that came out of the block before.
+
+    Tokens for the whole batch keep batch size 1 for as long as no block has mixed them with a sample: what is computed from them alone is
+    computed once.
+    """
+    if block not in prompt.blocks:
+        return rows
+    tokens = prompt.tokens[..., list(prompt.blocks).index(block), :, :]  # (n, d) or (B, n, d)
+    fresh = tokens if tokens.ndim == 3 else tokens.unsqueeze(0)
+    if prompt.mode == "replace" or rows.shape[1] == 0:
+        return fresh
+    return torch.cat([rows, fresh.expand(len(rows), -1, -1)], dim=1)
+
+
+def leaves(prompt: VisionPrompt, block: int) -> bool:
+    """Whether the slot's rows are thrown away after `block`: their own outputs are then never used."""
+    replaced = prompt.mode == "replace" and block + 1 in prompt.blocks
+    dropped = prompt.after == "drop" and block >= prompt.blocks[-1]
+    return replaced or dropped
+
+
+def vpt_bound(patch: int, width: int) -> float:
+    """VPT's Xavier-like bound: prompts start uniform in ±sqrt(6 / (3 p² + d))."""
+    return math.sqrt(6.0 / (3 * patch * patch + width))
+
+
+def vpt_init(blocks: int, tokens: int, width: int, patch: int, generator: torch.Generator) -> Tensor:
+    """Prompt tokens of shape (blocks, tokens, width) at VPT's initial scale."""
+    return (torch.rand(blocks, tokens, width, generator=generator) * 2 - 1) * vpt_bound(patch, width)

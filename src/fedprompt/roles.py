@@ -1,0 +1,78 @@
+"""Who owns a tensor and where it may travel.
+
+| role | lives | travels |
+|---|---|---|
+| frozen | backbone, one copy per process | never |
+| shared | server and clients | down and up, aggregated |
+| local | one client, kept in its state | never |
+| server | server only (hypernetwork, descriptors, pool) | never, though what it generates may go down |
+| stat | computed on clients (prototype sums, counts) | up, with a declared minimum count |
+
+A method declares its tensors once, in `Roles`; `federation.wire` holds every message against that declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Literal
+
+from torch import Tensor
+
+from fedprompt.errors import ContractError
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A non-trainable sum over a client's training images that goes up.
+
+    `start` statistics are asked of every client once, before the first round; `round` statistics come with every training upload.
+    With `count`, row c of this tensor was summed over `count[c]` images, and rows made from fewer than `minimum` are sent as zeros.
+    """
+
+    shape: tuple[int, ...]
+    when: Literal["start", "round"] = "round"
+    count: str | None = None
+    minimum: int = 1
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The tensors of a method at round 0, each under exactly one role. `local` holds what every client starts from."""
+
+    shared: Tensors = field(default_factory=dict)
+    local: Tensors = field(default_factory=dict)
+    server: Tensors = field(default_factory=dict)
+    stat: dict[str, Statistic] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        groups = {"shared": self.shared, "local": self.local, "server": self.server, "stat": self.stat}
+        for (role, names), (other, others) in combinations(groups.items(), 2):
+            twice = sorted(set(names) & set(others))
+            if twice:
+                raise ContractError(f"tensor {twice[0]!r} must have one role, got {role} and {other}")
+        for name, statistic in self.stat.items():
+            if statistic.count is not None and statistic.count not in self.stat:
+                raise ContractError(
+                    f"statistic {name!r} must name another statistic as its count, got {statistic.count!r}"
+                )
+
+    def statistics(self, when: str) -> dict[str, Statistic]:
+        return {name: statistic for name, statistic in self.stat.items() if statistic.when == when}
+
+
+def pick(tensors: Tensors, names: Iterable[str]) -> Tensors:
+    """The named tensors, in the order of the names."""
+    return {name: tensors[name] for name in names}
+
+
+def prefixed(prefix: str, tensors: Tensors) -> Tensors:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def stripped(prefix: str, tensors: Tensors) -> Tensors:
+    """The tensors whose names begin with the prefix, without it: the inverse of `prefixed`."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
