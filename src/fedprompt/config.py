@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -168,7 +169,33 @@ def load(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] =
     if not isinstance(raw, dict):
         raise ConfigError(f"config: {str(path)!r} must hold a mapping of sections, got {type(raw).__name__}")
     raw.setdefault("name", Path(path).stem)
-    return [parse(values) for values in expand(apply_overrides(raw, overrides), seeds)]
+    return told_apart([parse(values) for values in expand(apply_overrides(raw, overrides), seeds)])
+
+
+def told_apart(configs: list[Config]) -> list[Config]:
+    """Runs of one sweep that would share a directory get names that say what differs between them."""
+    result = list(configs)
+    flat = [dict(_flatten(config.model_dump(mode="json"))) for config in configs]
+    for name in {config.run_name for config in configs}:
+        alike = [number for number, config in enumerate(configs) if config.run_name == name]
+        keys = sorted({key for number in alike for key in flat[number]})
+        varied = [key for key in keys if len({json.dumps(flat[number].get(key)) for number in alike}) > 1]
+        if len(alike) > 1 and not varied:
+            raise ConfigError(f"sweep must not hold the same run twice, got {name!r} {len(alike)} times")
+        for number in alike if len(alike) > 1 else []:
+            text = "-".join(f"{key.split('.')[-1]}{flat[number].get(key)}" for key in varied)
+            result[number] = configs[number].model_copy(
+                update={"name": f"{configs[number].name}-{re.sub(r'[^A-Za-z0-9._+-]', '_', text)}"}
+            )
+    return result
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def parse(values: Mapping[str, Any]) -> Config:

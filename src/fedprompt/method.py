@@ -53,7 +53,7 @@ class World:
     class_names: tuple[str, ...]
     client_names: tuple[str, ...]
     roles: Roles = field(default_factory=Roles)  #: as declared by `init`; empty while `init` runs
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
 
     @property
@@ -153,6 +153,7 @@ class Combine(Protocol):
     def __call__(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> Tensors: ...
 
 
+@dataclass(frozen=True)
 class Method:
     """Plain federated averaging of whatever `init` calls shared. See the module's docstring for the order of calls."""
 

@@ -105,21 +105,20 @@ def _build(
     for unknown in sorted(set(settings) - known):
         raise ConfigError(f"{kind}.{unknown} is not a setting of {name}; it has {', '.join(sorted(known)) or 'none'}")
     try:
-        checked = _settings_model(cls, tuple(sorted(known))).model_validate_json(json.dumps(settings))
+        checked = _settings_model(cls, known).model_validate_json(json.dumps(settings))
     except ValidationError as error:
         raise ConfigError(complaints(error, kind)) from error
     return cls(**given, **{name: getattr(checked, name) for name in settings})
 
 
-@cache
-def _settings_model(cls: type[Method], fields: tuple[str, ...]) -> type[Section]:
+def _settings_model(cls: type[Method], fields: set[str]) -> type[Section]:
     """Checks the class's settings by themselves, so that an already built `inner` is not checked again."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    required = {name: ... if defaults[name] is dataclasses.MISSING else defaults[name] for name in fields}
-    return create_model(
-        f"{cls.__name__}Settings", __base__=Section, **{name: (hints[name], required[name]) for name in fields}
-    )  # type: ignore[call-overload, no-any-return]
+    definitions: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.name in fields:
+            definitions[field.name] = (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
+    return create_model(f"{cls.__name__}Settings", __base__=Section, **definitions)
 
 
 def describe(cls: type[Method]) -> list[dict[str, Any]]:

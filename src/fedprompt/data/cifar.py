@@ -13,6 +13,7 @@ from fedprompt.data.base import NO_DOMAINS, Source
 from fedprompt.errors import DataError, broken
 
 Kind = Literal["cifar10", "cifar100"]
+KINDS: tuple[Kind, ...] = ("cifar10", "cifar100")
 PIXELS = 3 * 32 * 32
 LABEL_BYTES: dict[str, int] = {"cifar10": 1, "cifar100": 2}  # cifar100 has the coarse label before the fine one
 FILES = {
@@ -61,9 +62,9 @@ class CifarSource(Source):
 def detect_cifar(path: Path) -> Kind | None:
     """Which CIFAR a folder holds, if any; only pickles in it is an error with advice."""
     for inner in INNER_FOLDERS:
-        for kind in ("cifar10", "cifar100"):
+        for kind in KINDS:
             if _holds(path / inner, kind):
-                return kind  # type: ignore[return-value]
+                return kind
     for inner in INNER_FOLDERS:
         for pickled in PICKLED:
             if all((path / inner / name).is_file() for name in pickled):

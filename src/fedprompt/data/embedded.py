@@ -1,7 +1,8 @@
 """fedprompt-digits: ten digits in six looks, made on this machine from pinned wheels, fonts and arithmetic.
 
-It is a set for experiments on domain shift that needs no download site: a package registry is enough, and only once. The images are rendered once
-into a parquet file in the cache; its identity is the sha256 of its pixels, so two machines can tell whether they have the same set.
+It is a set for experiments on domain shift that needs no download site: a package registry is enough, and only once. The
+images are rendered once into a parquet file in the cache; its identity is the sha256 of its pixels, so two machines can
+tell whether they have the same set.
 """
 
 from __future__ import annotations
@@ -91,5 +92,6 @@ def contact_sheet(source: Source, per_cell: int) -> Image.Image:
 
 def _png(pixels: np.ndarray) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG", compress_level=6)
+    grey = (pixels == pixels[..., :1]).all()
+    Image.fromarray(pixels[..., 0] if grey else pixels).save(buffer, "PNG", compress_level=2)
     return buffer.getvalue()

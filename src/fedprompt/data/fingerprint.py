@@ -1,4 +1,4 @@
-"""The content identity of files. Content is hashed once and remembered by path, size and time: then a `stat` will do."""
+"""The content identity of files. Content is hashed once and remembered by path, size and time: a `stat` will do."""
 
 from __future__ import annotations
 

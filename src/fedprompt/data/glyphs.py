@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import io
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache as remember
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +69,15 @@ FONTS = (
     "cmss10.ttf",
     "cmtt10.ttf",
 )
+#: Those whose digits can still be read on a coarse grid.
+CLEAR_FONTS = (
+    "DejaVuSans.ttf",
+    "DejaVuSans-Bold.ttf",
+    "DejaVuSans-Oblique.ttf",
+    "DejaVuSansMono.ttf",
+    "DejaVuSerif.ttf",
+    "cmb10.ttf",
+)
 GLYPH = 96  # side of a rendered glyph; it is scaled down when it is placed
 
 
@@ -101,7 +110,7 @@ def font_checksums() -> dict[str, str]:
     return {name: hashlib.sha256(_font_path(name).read_bytes()).hexdigest() for name in FONTS}
 
 
-@lru_cache(maxsize=None)
+@remember
 def font_glyph(font: str, digit: int) -> np.ndarray:
     """A digit in a font, centred, (GLYPH, GLYPH) in [0, 1]."""
     canvas = Image.new("L", (GLYPH, GLYPH))

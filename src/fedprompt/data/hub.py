@@ -1,4 +1,4 @@
-"""Sets of the `datasets` library: a hub id, or a folder written by its `save_to_disk`. Its Arrow files are memory-mapped."""
+"""Sets of the `datasets` library: a hub id, or a folder made by `save_to_disk`. Its Arrow files are memory-mapped."""
 
 from __future__ import annotations
 

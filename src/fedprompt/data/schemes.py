@@ -1,6 +1,6 @@
 """The partitions: each a pure function of (labels, domains, settings, seed).
 
-Every scheme only decides on *shares*: which part of a (domain, class) cell each client gets. One function, `deal`, makes
+Every scheme only decides on *shares*: which part of a (domain, class) cell a client gets. One function, `deal`, makes
 images of shares, for training and for testing alike, so both have the same distribution at a client by construction.
 """
 

@@ -36,7 +36,7 @@ def open_source(config: DataConfig, cache: Path) -> Source:
     if kind == "parquet":
         return ParquetSource(path, cache)
     if kind in ("cifar10", "cifar100"):
-        return CifarSource(path, kind, cache)
+        return CifarSource(path, "cifar10" if kind == "cifar10" else "cifar100", cache)
     return FolderSource(path, domains=kind == "domain_folder", cache=cache)
 
 

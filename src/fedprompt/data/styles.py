@@ -1,4 +1,4 @@
-"""The six looks of the embedded set: each turns a digit into a 64-pixel picture. Pure functions of (digit, material, generator)."""
+"""The six looks of the embedded set: pure functions of (digit, example, material, generator) that paint 64 pixels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from fedprompt.data.glyphs import FONTS, Material, font_glyph
+from fedprompt.data.glyphs import CLEAR_FONTS, FONTS, Material, font_glyph
 
 SIDE = 64
 Paint = Callable[[int, int, Material, np.random.Generator], np.ndarray]  # digit, number of the example -> (64, 64, 3)
@@ -16,7 +16,7 @@ Paint = Callable[[int, int, Material, np.random.Generator], np.ndarray]  # digit
 def mnist(digit: int, example: int, material: Material, generator: np.random.Generator) -> np.ndarray:
     """Handwriting, white on black."""
     ink = posed(material.mnist[digit][example], generator, turn=10, scale=(0.75, 1.0))
-    return _finished(255 * ink[..., None] * np.ones(3), generator, noise=8)
+    return _finished(255 * ink[..., None] * np.ones(3), generator, noise=6)
 
 
 def optical(digit: int, example: int, material: Material, generator: np.random.Generator) -> np.ndarray:
@@ -24,7 +24,7 @@ def optical(digit: int, example: int, material: Material, generator: np.random.G
     blocks = np.kron(material.optical[digit][example], np.ones((8, 8), dtype=np.float32))
     ink = posed(blocks, generator, turn=8, scale=(0.8, 1.05))
     paper = generator.uniform(160, 235)
-    return _finished((paper - ink * generator.uniform(0.55, 0.9) * paper)[..., None] * np.ones(3), generator, noise=14)
+    return _finished((paper - ink * generator.uniform(0.55, 0.9) * paper)[..., None] * np.ones(3), generator, noise=10)
 
 
 def fonts(digit: int, example: int, material: Material, generator: np.random.Generator) -> np.ndarray:
@@ -36,7 +36,7 @@ def fonts(digit: int, example: int, material: Material, generator: np.random.Gen
         dark, light = light, dark
     ramp = np.linspace(-1, 1, SIDE)[:, None, None] * generator.uniform(-35, 35, size=3)
     paper = light + (ramp if generator.random() < 0.5 else ramp.transpose(1, 0, 2))
-    return _finished(ink * dark + (1 - ink) * paper, generator, noise=5)
+    return _finished(ink * dark + (1 - ink) * paper, generator, noise=0)
 
 
 def photo(digit: int, example: int, material: Material, generator: np.random.Generator) -> np.ndarray:
@@ -51,7 +51,7 @@ def photo(digit: int, example: int, material: Material, generator: np.random.Gen
     ink = posed(material.mnist[digit][160 + example], generator, turn=15, scale=(0.75, 1.0))[..., None]
     strength = generator.uniform(0.55, 0.95)
     far = np.where(scene.mean() > 120, 0.0, 255.0) * np.ones(3) + generator.uniform(-60, 60, size=3)
-    return _finished(scene * (1 - strength * ink) + far.clip(0, 255) * strength * ink, generator, noise=4)
+    return _finished(scene * (1 - strength * ink) + far.clip(0, 255) * strength * ink, generator, noise=0)
 
 
 def sketch(digit: int, example: int, material: Material, generator: np.random.Generator) -> np.ndarray:
@@ -66,39 +66,37 @@ def sketch(digit: int, example: int, material: Material, generator: np.random.Ge
         solid = Image.fromarray((255 * (wobbled > 0.45)).astype(np.uint8))
         edge = np.asarray(solid.filter(ImageFilter.MaxFilter(3)), dtype=np.float32) - np.asarray(solid)
         lines = np.maximum(lines, edge / 255 * generator.uniform(0.5, 0.9))
-    lines *= _clouds(generator, 6) > 0.3
+    lines *= _clouds(generator, 6) > 0.22
     for _ in range(int(generator.integers(0, 4))):  # stray strokes
         stroke = Image.new("L", (SIDE, SIDE))
         ImageDraw.Draw(stroke).line([int(value) for value in generator.integers(0, SIDE, 4)], fill=90)
         lines = np.maximum(lines, np.asarray(stroke, dtype=np.float32) / 255)
     paper = np.array([250, 246, 235]) - 18 * _clouds(generator, 16)[..., None]
-    return _finished(paper * (1 - 0.85 * lines[..., None]), generator, noise=7)
+    return _finished(paper * (1 - 0.85 * lines[..., None]), generator, noise=4)
 
 
 def infographic(digit: int, example: int, material: Material, generator: np.random.Generator) -> np.ndarray:
     """A light digit set from small icons on a flat dark colour, with bars of a chart beside it."""
-    glyph = font_glyph(FONTS[generator.integers(len(FONTS))], digit)
-    cells = int(generator.integers(9, 13))
-    shape = posed(glyph, generator, turn=6, scale=(0.85, 1.1))
+    glyph = font_glyph(CLEAR_FONTS[generator.integers(len(CLEAR_FONTS))], digit)
+    cells = int(generator.integers(12, 16))
+    shape = posed(glyph, generator, turn=8, scale=(1.0, 1.25))
     grid = np.asarray(Image.fromarray(shape).resize((cells, cells), Image.Resampling.BOX))
     dark, light = _colours(generator)
-    canvas = Image.new("RGB", (SIDE * 4, SIDE * 4), tuple(int(value) for value in dark))  # drawn large for smooth edges
+    canvas = Image.new("RGB", (SIDE * 4, SIDE * 4), _rgb(dark))  # drawn large for smooth edges
     draw = ImageDraw.Draw(canvas)
-    tint = tuple(int(value) for value in 0.7 * dark + 0.3 * light)
+    tint, faint, bright = _rgb(0.7 * dark + 0.3 * light), _rgb(0.5 * dark + 0.5 * light), _rgb(light)
     for column in np.flatnonzero(generator.random(8) < 0.5):
         height = int(generator.integers(20, 150))
         draw.rectangle([int(column) * 32 + 4, 256 - height, int(column) * 32 + 26, 256], fill=tint)
     icon = int(generator.integers(4))
     pitch = 4 * SIDE / cells
+    flipped = generator.random((cells, cells)) < 0.04
     for row, column in np.ndindex(cells, cells):
-        lit = grid[row, column] > 0.35
-        if generator.random() < 0.04:
-            lit = not lit
-        radius = pitch * (0.44 if lit else 0.12)
+        lit = bool(grid[row, column] > 0.42) != bool(flipped[row, column])
         x, y = (column + 0.5) * pitch, (row + 0.5) * pitch
-        _icon(draw, icon, x, y, radius, tuple(int(value) for value in (light if lit else 0.5 * dark + 0.5 * light)))
+        _icon(draw, icon, x, y, pitch * (0.44 if lit else 0.12), bright if lit else faint)
     return _finished(
-        np.asarray(canvas.resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32), generator, noise=2
+        np.asarray(canvas.resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32), generator, noise=0
     )
 
 
@@ -116,7 +114,7 @@ def posed(glyph: np.ndarray, generator: np.random.Generator, turn: float, scale:
     """The glyph on a 64-pixel canvas, turned, resized and moved, but never cut off by the move alone."""
     zoom = generator.uniform(*scale)
     angle = np.deg2rad(generator.uniform(-turn, turn))
-    room = max(0.0, (1 - zoom) / 2 + 0.04) * SIDE
+    room = (max(0.0, (1 - zoom) / 2) + 0.04) * SIDE
     move = generator.uniform(-room, room, size=2)
     source = glyph.shape[0]
     ratio = source / (SIDE * zoom)
@@ -134,7 +132,9 @@ def posed(glyph: np.ndarray, generator: np.random.Generator, turn: float, scale:
 
 
 def _finished(pixels: np.ndarray, generator: np.random.Generator, noise: float) -> np.ndarray:
-    return (pixels + generator.normal(0, noise, size=pixels.shape)).clip(0, 255).round().astype(np.uint8)
+    """Grain, the same in all channels, and eight bits."""
+    grain = noise * generator.standard_normal((SIDE, SIDE, 1), dtype=np.float32) if noise else 0
+    return (pixels + grain).clip(0, 255).round().astype(np.uint8)
 
 
 def _colours(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -157,6 +157,11 @@ def _wobbled(shape: np.ndarray, generator: np.random.Generator, reach: float) ->
     rows = (rows + reach * 2 * (_clouds(generator, 8) - 0.5)).round().astype(int).clip(0, SIDE - 1)
     columns = (columns + reach * 2 * (_clouds(generator, 8) - 0.5)).round().astype(int).clip(0, SIDE - 1)
     return shape[rows, columns]
+
+
+def _rgb(colour: np.ndarray) -> tuple[int, int, int]:
+    red, green, blue = (int(value) for value in colour.clip(0, 255))
+    return red, green, blue
 
 
 def _icon(draw: ImageDraw.ImageDraw, icon: int, x: float, y: float, radius: float, colour: tuple[int, ...]) -> None:

@@ -132,7 +132,7 @@ def normalise(
 
 
 def _checksum(pixels: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(pixels)) or 1  # 0 means empty
+    return zlib.crc32(np.ascontiguousarray(pixels).data) or 1  # 0 means empty
 
 
 def _write(handle: int, content: bytes, offset: int) -> None:

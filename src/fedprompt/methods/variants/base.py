@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from fedprompt.errors import ConfigError
 from fedprompt.method import Batch, Client, Combine, Method, Progress, Prompts, Seen, Server, Stage, Upload, World
 from fedprompt.prompts import heads
 from fedprompt.roles import Roles, Tensors
+
+
+Named = TypeVar("Named")
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,18 @@ class Variant(Method):
     def inside(self, world: World) -> World:
         """The world as the inner method declared it."""
         roles = world.roles
-        groups = [
-            {name: t for name, t in group.items() if not name.startswith(self.prefix)}
-            for group in (roles.shared, roles.local, roles.server)
-        ]
-        stat = {name: statistic for name, statistic in roles.stat.items() if not name.startswith(self.prefix)}
-        return replace(world, roles=Roles(*groups, stat))
+        return replace(
+            world,
+            roles=Roles(
+                shared=self._not_own(roles.shared),
+                local=self._not_own(roles.local),
+                server=self._not_own(roles.server),
+                stat=self._not_own(roles.stat),
+            ),
+        )
+
+    def _not_own(self, named: dict[str, Named]) -> dict[str, Named]:
+        return {name: value for name, value in named.items() if not name.startswith(self.prefix)}
 
     def wrapped(self, stage: Stage) -> Stage:
         """A stage of the inner method whose step this variant still sees."""

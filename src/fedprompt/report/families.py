@@ -1,0 +1,134 @@
+"""Which runs are repetitions of each other, what to call them, and what keeps them from being compared.
+
+A family is what one table row or one curve stands for. Runs that stopped at different rounds never share one: their means would mix
+a trained model with a half-trained one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedprompt.config import difference
+from fedprompt.run import Run
+
+TASK = ("data", "partition", "backbone")  #: settings that must agree before two accuracies can be compared at all
+BUDGET = ("federation",)  #: settings that change how long was trained and how it was measured
+IGNORED = ("name", "seed", "output")  #: what `Config.family` leaves out: none of it makes another family
+
+Settings = dict[str, Any]  #: a config as `section.field` -> value
+
+
+@dataclass(frozen=True)
+class Family:
+    """Runs with the same settings apart from the seed that got equally far."""
+
+    label: str  #: the method, and what tells it from a family of the same method
+    digest: str  #: `Config.family()`
+    runs: tuple[Run, ...]  #: one per seed
+    repeated: tuple[str, ...]  #: names of runs left out because their seed is already there
+    rounds: int
+    of: int
+    settings: Settings
+
+    @property
+    def finished(self) -> bool:
+        return self.rounds >= self.of
+
+    @property
+    def title(self) -> str:
+        """The label, with the warning that belongs to it wherever it is printed."""
+        return self.label if self.finished else f"{self.label} ({self.progress})"
+
+    @property
+    def progress(self) -> str:
+        return f"{self.rounds}/{self.of} rounds"
+
+
+def families(runs: Sequence[Run]) -> list[Family]:
+    """Runs grouped by family and by the round they reached, in the order in which each group first appears."""
+    groups: dict[tuple[str, int], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.config.family(), rounds_done(run)), []).append(run)
+    names = labels([group[0] for group in groups.values()])
+    result = []
+    for (digest, rounds), group in groups.items():
+        by_seed: dict[int, Run] = {}
+        for run in group:
+            by_seed.setdefault(run.config.seed, run)
+        kept = tuple(by_seed.values())
+        repeated = tuple(run.name for run in group if run not in kept)
+        of = group[0].config.federation.rounds
+        result.append(Family(names[digest], digest, kept, repeated, rounds, of, settings_of(group[0])))
+    return result
+
+
+def rounds_done(run: Run) -> int:
+    records = run.rounds()
+    return records[-1].round if records else 0
+
+
+def labels(runs: Sequence[Run]) -> dict[str, str]:
+    """A label for each family: the method, and where several families share it, the settings in which they differ."""
+    configs = {run.config.family(): run.config for run in runs}
+    names = {}
+    for digest, config in configs.items():
+        alike = [other.model_dump(mode="json", exclude=set(IGNORED)) for other in configs.values() if other.label == config.label]
+        fields = sorted({line.partition(": ")[0] for other in alike[1:] for line in difference(alike[0], other)})
+        own = flatten(config.model_dump(mode="json"))
+        names[digest] = " ".join([config.label, *(f"{field}={short(own, field)}" for field in fields)])
+    return names
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Settings:
+    """Nested sections as `section.field`, the way `key=value` overrides write them."""
+    flat: Settings = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def short(settings: Settings, field: str) -> str:
+    """A value as an override would write it; a method's own field may be absent, and then has its default."""
+    if field not in settings:
+        return "default"
+    value = settings[field]
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def settings_of(run: Run) -> Settings:
+    """What decides whether runs can be compared: the settings, and the identity of the images and weights they found.
+
+    The same path can hold other files next week; the fingerprints tell.
+    """
+    config = run.config.model_dump(mode="json", include={*TASK, *BUDGET})
+    manifest = run.reader.fact("manifest") or {}
+    found = {
+        "data.fingerprint": manifest.get("source", {}).get("fingerprint"),
+        "backbone.digest": run.reader.fact("backbone"),
+    }
+    return flatten(config) | found
+
+
+def section(settings: Settings, names: Sequence[str]) -> Settings:
+    """The part of the settings that lies in the named sections."""
+    return {field: value for field, value in settings.items() if field.partition(".")[0] in names}
+
+
+def disagreements(named: Sequence[tuple[str, Settings]], names: Sequence[str]) -> list[str]:
+    """Each setting of the named sections that is not the same everywhere: `data.source: tiny (fedvpt, local) | cifar10 (fedprox)`."""
+    parts = [(label, section(settings, names)) for label, settings in named]
+    lines = []
+    for field in sorted({field for _, settings in parts for field in settings}):
+        holders: dict[str, list[str]] = {}
+        for label, settings in parts:
+            holders.setdefault(short(settings, field), []).append(label)
+        if len(holders) > 1:
+            choices = " | ".join(f"{value} ({', '.join(dict.fromkeys(labels))})" for value, labels in holders.items())
+            lines.append(f"{field}: {choices}")
+    return lines

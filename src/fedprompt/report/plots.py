@@ -1,0 +1,224 @@
+"""Pictures of runs: one function each, from runs to a matplotlib figure.
+
+Every picture draws families (the same rows as the table) in the same order and colours. The `draw_...` functions fill one pair of axes, so that
+the overview can put several side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, SymmetricalLogLocator
+
+from fedprompt.assets import write_atomically
+from fedprompt.report.families import Family, families
+from fedprompt.report.style import INK, colour, look, marker, new_figure, png
+from fedprompt.report.tables import format_bytes, row_of
+from fedprompt.run import Run
+
+Draw = Callable[[Axes, Sequence[Family]], None]
+
+
+def learning_curves(runs: Sequence[Run]) -> Figure:
+    """Average (solid) and Worst Local (dashed) by round, with a band of one standard deviation over seeds."""
+    return picture(draw_curves, runs)
+
+
+def client_spread(runs: Sequence[Run]) -> Figure:
+    """The clients' accuracies from the worst to the best: the flatter a line, the fairer the method."""
+    return picture(draw_clients, runs)
+
+
+def domain_bars(runs: Sequence[Run]) -> Figure:
+    """Accuracy on each domain's images, whoever holds them."""
+    return picture(draw_domains, runs)
+
+
+def bytes_against_accuracy(runs: Sequence[Run]) -> Figure:
+    """What a run sent in both directions, against the Average it reached."""
+    return picture(draw_bytes, runs)
+
+
+def calibration(runs: Sequence[Run]) -> Figure:
+    """Accuracy by confidence, over the test images of all clients in the last evaluated round."""
+    return picture(draw_calibration, runs)
+
+
+def client_heatmap(run: Run) -> Figure:
+    """One run: the accuracy of every client in every evaluated round."""
+    names = run.clients
+    evaluated = [entry["round"] for entry in run.history()]
+    table = np.full((len(names), len(evaluated)), np.nan)
+    for column, round in enumerate(evaluated):
+        for client, result in run.reader.evaluations(round).items():
+            table[client, column] = 100 * result["correct"] / result["samples"]
+    with look():
+        figure = new_figure(height=min(12.0, 1.6 + 0.32 * len(names)))
+        axes = figure.add_subplot()
+        axes.grid(False)
+        axes.set_title(f"Accuracy by client and round: {run.config.label}, seed {run.config.seed}")
+        axes.set_xlabel("Round")
+        if evaluated:
+            image = axes.imshow(table, aspect="auto", cmap="cividis", vmin=0, vmax=100, interpolation="nearest")
+            figure.colorbar(image, ax=axes, label="Accuracy (%)")
+            thin(axes.set_xticks, [str(round) for round in evaluated], 15)
+            thin(axes.set_yticks, names, 40)
+    return figure
+
+
+def save_overview(runs: Sequence[Run], path: Path) -> Path:
+    """One PNG for a README: learning curves, accuracies of the clients and, where there are several, of the domains."""
+    groups = families(runs)
+    panels: list[Draw] = [draw_curves, draw_clients, *([draw_domains] if len(domain_names(groups)) > 1 else [])]
+    with look():
+        figure = new_figure(5.2 * len(panels), 4.8)
+        for number, draw in enumerate(panels, start=1):
+            draw(figure.add_subplot(1, len(panels), number), groups)
+        add_legend(figure, groups, columns=2 * len(panels))
+    write_atomically(path, png(figure))
+    return path
+
+
+def picture(draw: Draw, runs: Sequence[Run]) -> Figure:
+    groups = families(runs)
+    with look():
+        figure = new_figure()
+        draw(figure.add_subplot(), groups)
+        add_legend(figure, groups, columns=2)
+    return figure
+
+
+def add_legend(figure: Figure, groups: Sequence[Family], columns: int) -> None:
+    """Below the figure: it never covers data, and grows downwards when there are many methods."""
+    handles = [
+        Line2D([], [], color=colour(number), marker=marker(number), label=group.title)
+        for number, group in enumerate(groups)
+    ]
+    if handles:
+        figure.legend(handles=handles, loc="outside lower left", ncols=min(columns, len(handles)))
+
+
+def draw_curves(axes: Axes, groups: Sequence[Family]) -> None:
+    for number, group in enumerate(groups):
+        histories = [run.history() for run in group.runs]  # equally long: a family got equally far with one schedule
+        rounds = [entry["round"] for entry in histories[0]]
+        for key, line in (("average", "-"), ("worst", "--")):
+            table = 100 * np.array([[entry[key] for entry in history] for history in histories])  # (seeds, evaluations)
+            mean = table.mean(axis=0)
+            axes.plot(rounds, mean, line, color=colour(number), marker=marker(number), markersize=4)
+            if len(table) > 1:
+                std = table.std(axis=0, ddof=1)
+                axes.fill_between(rounds, mean - std, mean + std, color=colour(number), alpha=0.12, linewidth=0)
+    axes.set(title="Average (solid) and Worst Local (dashed)", xlabel="Round", ylabel="Accuracy (%)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def draw_clients(axes: Axes, groups: Sequence[Family]) -> None:
+    most = 1
+    for number, group in enumerate(groups):
+        accuracies = [np.sort([*run.client_accuracies().values()]) for run in group.runs]
+        accuracies = [values for values in accuracies if len(values)]
+        if not accuracies:
+            continue
+        count = max(map(len, accuracies))
+        most = max(most, count)
+        share = np.linspace(0, 1, count)  # seeds may deal out different numbers of clients; equal numbers stay as they are
+        ranked = [np.interp(share, np.linspace(0, 1, len(values)), values) for values in accuracies]
+        mean = 100 * np.mean(ranked, axis=0)
+        axes.plot(np.arange(1, count + 1), mean, color=colour(number), marker=marker(number), markersize=5, linewidth=1)
+    axes.set(title="Clients, worst to best", xlabel="Rank of the client", ylabel="Accuracy in the last round (%)")
+    axes.set_xlim(0.5, most + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def draw_domains(axes: Axes, groups: Sequence[Family]) -> None:
+    names = domain_names(groups)
+    width = 0.84 / max(1, len(groups))
+    for number, group in enumerate(groups):
+        found = [run.summary().get("domains", {}) for run in group.runs]
+        for position, name in enumerate(names):
+            values = [100 * domains[name] for domains in found if name in domains]
+            if values:
+                place = position - 0.42 + (number + 0.5) * width
+                error = np.std(values, ddof=1) if len(values) > 1 else None
+                bar = {"color": colour(number), "error_kw": {"ecolor": INK, "elinewidth": 1}}
+                axes.bar(place, np.mean(values), 0.92 * width, yerr=error, **bar)
+    axes.set(title="Domains", ylabel="Accuracy (%)", ylim=(0, None))
+    axes.grid(False, axis="x")
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor")
+
+
+def draw_bytes(axes: Axes, groups: Sequence[Family]) -> None:
+    totals = []
+    for number, group in enumerate(groups):
+        values = row_of(group).values
+        average, sent = values["average"], values["bytes_total"]
+        if average is None or sent is None:
+            continue
+        totals.append(sent.mean)
+        error = None if average.std is None else 100 * average.std
+        axes.errorbar(
+            sent.mean, 100 * average.mean, error, color=colour(number), marker=marker(number), markersize=8, capsize=3
+        )
+    axes.set(title="Communication", xlabel="Bytes sent in the whole run, up and down", ylabel="Average (%)")
+    scale_bytes(axes, totals)
+
+
+def scale_bytes(axes: Axes, totals: Sequence[float]) -> None:
+    """Methods differ by orders of magnitude, so the axis is logarithmic; a method that sends nothing still has its place at zero."""
+    positive = [total for total in totals if total > 0]
+    if positive and min(totals) > 0:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.set_xlim(min(positive) / 2, max(positive) * 2)
+    elif positive:
+        threshold = 10 ** np.floor(np.log10(min(positive)))
+        axes.set_xscale("symlog", linthresh=threshold)
+        axes.xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=threshold))
+        axes.set_xlim(-threshold / 2, max(positive) * 3)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_calibration(axes: Axes, groups: Sequence[Family]) -> None:
+    axes.plot([0, 100], [0, 100], color=INK, linewidth=1, linestyle=":")
+    for number, group in enumerate(groups):
+        bins = pooled_bins(group.runs)
+        if bins is None:
+            continue
+        samples, confidence, correct = bins[bins[:, 0] > 0].T
+        axes.plot(100 * confidence / samples, 100 * correct / samples, color=colour(number), linewidth=1.2)
+        axes.scatter(
+            100 * confidence / samples,
+            100 * correct / samples,
+            s=12 + 140 * samples / samples.sum(),  # large where most of the images are
+            color=colour(number),
+            marker=marker(number),
+        )
+    axes.set(title="Calibration", xlabel="Confidence (%)", ylabel="Accuracy (%)", xlim=(0, 101), ylim=(0, 101))
+
+
+def pooled_bins(runs: Sequence[Run]) -> np.ndarray | None:
+    """Samples, summed confidence and correct answers per bin, over all clients and seeds, in each run's last evaluated round."""
+    tables = []
+    for run in runs:
+        history = run.history()
+        if history:
+            tables += [result["bins"] for result in run.reader.evaluations(history[-1]["round"]).values()]
+    return np.sum(tables, axis=0) if tables else None
+
+
+def domain_names(groups: Sequence[Family]) -> list[str]:
+    """Every domain that was evaluated somewhere, by name."""
+    return sorted({name for group in groups for run in group.runs for name in run.summary().get("domains", {})})
+
+
+def thin(set_ticks: Callable[..., object], names: Sequence[str], most: int) -> None:
+    """Ticks for at most so many names, evenly spread: readable with a thousand clients too."""
+    step = -(-len(names) // most)
+    set_ticks(range(0, len(names), step), names[::step])

@@ -1,0 +1,269 @@
+"""The comparison table: one row per family, mean and sample standard deviation over its seeds.
+
+`comparison` makes the rows; everything below it only writes them down. Accuracies are fractions in rows, CSV and JSON, and per cent where
+people read them.
+"""
+
+from __future__ import annotations
+
+import csv as comma_separated
+import io
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fedprompt.report.families import BUDGET, TASK, Family, Settings, disagreements, families, section
+from fedprompt.run import Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over seeds."""
+
+    mean: float
+    std: float | None  #: sample standard deviation; one seed has none
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family in the table."""
+
+    label: str
+    family: str
+    seeds: tuple[int, ...]
+    rounds: int
+    of: int
+    values: dict[str, Spread | None]  #: by column key; None where nothing was evaluated yet
+    settings: Settings  #: what decides with which rows it can be compared
+    repeated: tuple[str, ...] = ()  #: runs left out because their seed is already counted
+
+    @property
+    def finished(self) -> bool:
+        return self.rounds >= self.of
+
+    @property
+    def progress(self) -> str:
+        return str(self.rounds) if self.finished else f"{self.rounds}/{self.of} rounds"
+
+
+def percent(spread: Spread) -> str:
+    mean = f"{100 * spread.mean:.2f}"
+    return mean if spread.std is None else f"{mean} ± {100 * spread.std:.2f}"
+
+
+def size(spread: Spread) -> str:
+    return format_bytes(spread.mean)
+
+
+def duration(spread: Spread) -> str:
+    return f"{spread.mean:.1f}"
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, as networks count: 15360 is `15.4 kB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.95:
+            break
+        count /= 1000
+    else:
+        unit = "TB"
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of the table: where it comes from and how it is written."""
+
+    key: str
+    title: str
+    write: Callable[[Spread], str]
+    best: bool = False  #: the largest one is set in bold
+    narrow: bool = False  #: also shown where there is little room
+
+
+COLUMNS = (
+    Column("average", "Average", percent, best=True, narrow=True),
+    Column("worst", "Worst Local", percent, best=True, narrow=True),
+    Column("best_average", "Best", percent),
+    Column("pooled", "Pooled", percent),
+    Column("std", "Client std", percent),
+    Column("bottom_decile", "Bottom 10%", percent),
+    Column("ece", "ECE", percent, narrow=True),
+    Column("bytes_up_each", "Up", size, narrow=True),
+    Column("bytes_down_each", "Down", size, narrow=True),
+    Column("bytes_total", "Total", size),
+    Column("seconds", "Seconds", duration, narrow=True),
+)
+
+EXPLANATION = (
+    "Accuracies, Client std and ECE in per cent, mean ± sample standard deviation over seeds. All are means over the last evaluated rounds, "
+    "except Best, the highest Average of any round. Up and Down are bytes per participating client and round; Total is both directions of "
+    "the whole run. Seconds are of the whole run."
+)
+
+
+def comparison(runs: Sequence[Run]) -> list[Row]:
+    """One row per family in the order given; runs that stopped early get a row of their own."""
+    return [row_of(family) for family in families(runs)]
+
+
+def row_of(family: Family) -> Row:
+    each = [figures(run) for run in family.runs]
+    return Row(
+        label=family.label,
+        family=family.digest,
+        seeds=tuple(run.config.seed for run in family.runs),
+        rounds=family.rounds,
+        of=family.of,
+        values={column.key: spread(values[column.key] for values in each) for column in COLUMNS},
+        settings=family.settings,
+        repeated=family.repeated,
+    )
+
+
+def figures(run: Run) -> dict[str, float | None]:
+    """The numbers of one run, by column key."""
+    summary = run.summary()
+    trained = [record for record in run.rounds() if record.cohort]  # round 0 trains nobody
+    participations = sum(len(record.cohort) for record in trained)
+    return {
+        **{column.key: summary.get(column.key) for column in COLUMNS},
+        "bytes_up_each": sum(record.bytes_up for record in trained) / participations if trained else None,
+        "bytes_down_each": sum(record.bytes_down for record in trained) / participations if trained else None,
+        "bytes_total": float(summary["bytes_up"] + summary["bytes_down"]),
+        "seconds": sum(summary["seconds"].values()),
+    }
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Mean and sample standard deviation of the values that are there."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What a reader has to know before comparing the rows."""
+    named = [(row.label, row.settings) for row in rows]
+    task, budget = disagreements(named, TASK), disagreements(named, BUDGET)
+    early = [f"{row.label} ({row.progress})" for row in rows if not row.finished]
+    repeated = [name for row in rows for name in row.repeated]
+    lines = [
+        ("Not comparable, these settings differ", task),
+        ("Different training budget or measurement", budget),
+        ("Unfinished", early),
+        ("Left out, the same seed is already counted", repeated),
+    ]
+    return [f"{title}: {'; '.join(items)}" for title, items in lines if items]
+
+
+def winners(rows: Sequence[Row], key: str) -> set[int]:
+    """Numbers of the rows with the largest mean as printed, among finished rows on the same task; a lone row has beaten nobody."""
+    tasks: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        if row.finished and row.values[key] is not None:
+            task = json.dumps(section(row.settings, TASK), sort_keys=True)
+            tasks.setdefault(task, []).append(number)
+
+    def printed(number: int) -> float:
+        value = rows[number].values[key]
+        return round(100 * value.mean, 2) if value is not None else float("-inf")
+
+    chosen = set()
+    for numbers in tasks.values():
+        if len(numbers) > 1:
+            top = max(map(printed, numbers))
+            chosen |= {number for number in numbers if printed(number) == top}
+    return chosen
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text ready to be set in a table of any format, before escaping."""
+
+    text: str
+    bold: bool = False
+
+
+def header(columns: Sequence[Column] = COLUMNS) -> list[str]:
+    return ["Method", "Seeds", "Rounds", *(column.title for column in columns)]
+
+
+def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list[Cell]]:
+    """The table as people read it; each output format below only escapes and draws lines."""
+    best = {column.key: winners(rows, column.key) if column.best else set() for column in columns}
+    table = []
+    for number, row in enumerate(rows):
+        line = [Cell(row.label), Cell(str(len(row.seeds))), Cell(row.progress)]
+        for column in columns:
+            value = row.values[column.key]
+            line.append(Cell("–" if value is None else column.write(value), number in best[column.key]))
+        table.append(line)
+    return table
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A GitHub table with the notes below it."""
+    lines = [header(), ["---"] + ["---:"] * (len(header()) - 1)]
+    for line in cells(rows):
+        texts = [markdown_escape(cell.text) for cell in line]
+        lines.append([f"**{text}**" if cell.bold else text for text, cell in zip(texts, line, strict=True)])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join([table, EXPLANATION, *(markdown_escape(note) for note in notes(rows))]) + "\n"
+
+
+def markdown_escape(text: str) -> str:
+    for mark in "\\`*<|":
+        text = text.replace(mark, f"\\{mark}")
+    return " ".join(text.splitlines())
+
+
+def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Plain values at full precision, for `json.dumps`."""
+    return [
+        {
+            "label": row.label,
+            "family": row.family,
+            "seeds": list(row.seeds),
+            "rounds": row.rounds,
+            "of": row.of,
+            "finished": row.finished,
+            **{key: value and {"mean": value.mean, "std": value.std} for key, value in row.values.items()},
+        }
+        for row in rows
+    ]
+
+
+def csv(rows: Sequence[Row]) -> str:
+    """One line per row at full precision: `average` and `average_std`, and so on; seeds are separated by spaces."""
+    figures = [name for column in COLUMNS for name in (column.key, f"{column.key}_std")]
+    text = io.StringIO()
+    writer = comma_separated.writer(text, lineterminator="\n")
+    writer.writerow(["label", "family", "seeds", "rounds", "of", "finished", *figures])
+    for row in rows:
+        spreads = [(value.mean, value.std) if value else (None, None) for value in row.values.values()]
+        seeds = " ".join(map(str, row.seeds))
+        numbers = [number for pair in spreads for number in pair]
+        writer.writerow([row.label, row.family, seeds, row.rounds, row.of, str(row.finished).lower(), *numbers])
+    return text.getvalue()
+
+
+def rich_table(rows: Sequence[Row]) -> Table:
+    """For the terminal: the columns that fit, the best in bold, notes as the caption."""
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = [column for column in COLUMNS if column.narrow]
+    caption = "\n".join(["per cent, mean ± std over seeds; up and down per client and round", *notes(rows)])
+    table = Table(caption=Text(caption), caption_justify="left")
+    for position, title in enumerate(header(columns)):
+        table.add_column(title, justify="left" if position == 0 else "right", overflow="fold")
+    for line in cells(rows, columns):
+        table.add_row(*(Text(cell.text, style="bold" if cell.bold else "") for cell in line))
+    return table

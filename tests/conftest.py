@@ -1,0 +1,35 @@
+"""Fixtures every test may use. A whole federated run on the tiny set and the tiny backbone takes about a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A tiny experiment as a plain mapping; keyword arguments replace whole values or update sections."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "name": "tiny",
+            "seed": 0,
+            "data": {"source": "tiny", "train_per_cell": 4, "test_per_cell": 2},
+            "partition": {"scheme": "domains", "clients": 4},
+            "backbone": {"name": "tiny"},
+            "method": {"name": "fedvpt", "prompt_tokens": 2},
+            "train": {"lr": 0.05, "batch_size": 8, "momentum": 0.9},
+            "federation": {"rounds": 2},
+            "output": {"directory": str(tmp_path / "runs"), "cache": str(tmp_path / "cache"), "threads": 1},
+        }
+        for key, value in changes.items():
+            values[key] = {**values[key], **value} if key not in ("method", "variant") and isinstance(value, dict) else value
+        return values
+
+    return make

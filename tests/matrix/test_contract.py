@@ -1,0 +1,190 @@
+"""Every registered method, every variant on FedVPT, and the hardest future users: what the contract promises about each.
+
+A new method file gets all of these tests with no other edit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hard_users import HARD_USERS
+from support import Backwards, StopAfter, Stopped, content, experiment, local_tensors, run, server_tensors, shared_tensors
+from torch import Tensor
+
+import fedprompt.experiment
+from fedprompt import registry
+from fedprompt.backbones.vit import ViT
+from fedprompt.data.transforms import ImageStore
+from fedprompt.engines.client import ClientRuntime, look, make_batch
+from fedprompt.engines.images import ImageBank
+from fedprompt.federation.states import ClientStates
+from fedprompt.method import Batch, Method, Seen, World
+from fedprompt.methods.fedvpt import FedVPT
+from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.roles import Tensors
+from fedprompt.streams import stream
+
+pytestmark = pytest.mark.matrix
+
+CASES: dict[str, Method] = {
+    **{name: cls() for name, cls in registry.methods().items()},
+    **{f"fedvpt+{name}": cls(inner=FedVPT(head="shared")) for name, cls in registry.variants().items()},  # type: ignore[call-arg]
+    **HARD_USERS,
+}
+
+
+@pytest.fixture(params=CASES, ids=list(CASES))
+def method(request: pytest.FixtureRequest) -> Method:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def tiny(settings: Any) -> Any:
+    def make(**changes: Any) -> dict[str, Any]:
+        federation = {"rounds": 2, "fraction": 0.5, **changes.pop("federation", {})}
+        return settings(train={"momentum": 0.0}, federation=federation, **changes)
+
+    return make
+
+
+def test_a_run_is_the_same_bits_twice(method: Method, tiny: Any) -> None:
+    assert content(run(tiny(name="once"), method)) == content(run(tiny(name="again"), method))
+
+
+def test_an_interrupted_run_ends_as_an_undisturbed_one(method: Method, tiny: Any) -> None:
+    with pytest.raises(Stopped):
+        run(tiny(name="broken"), method, StopAfter(1))
+    resumed = run(tiny(name="broken"), method, resume=True)
+    assert content(resumed) == content(run(tiny(name="whole"), method))
+
+
+def test_the_order_of_clients_changes_nothing(method: Method, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = run(tiny(name="forward", federation={"fraction": 1.0, "rounds": 2}), method)
+    monkeypatch.setattr(fedprompt.experiment, "InProcess", Backwards)
+    backward = run(tiny(name="backward", federation={"fraction": 1.0, "rounds": 2}), method)
+    assert content(forward) == content(backward)
+
+
+def test_the_server_holds_no_local_tensor(method: Method, tiny: Any) -> None:
+    done = run(tiny(), method)
+    _, _, _, world = experiment(tiny(), method).prepare()
+    assert set(shared_tensors(done)) == set(world.roles.shared)
+    assert not set(server_tensors(done)) & set(world.roles.local)
+
+
+def test_a_client_that_was_not_picked_keeps_its_bytes(method: Method, tiny: Any) -> None:
+    with pytest.raises(Stopped):
+        run(tiny(federation={"rounds": 6, "fraction": 0.25}), method, StopAfter(3))
+    directory = tiny()["output"]["directory"]
+    before = fedprompt.Run(f"{directory}/tiny-fedvpt-seed0")
+    states = {client: (round, blob) for client, round, blob in before.reader.client_states()}
+    after = run(tiny(federation={"rounds": 6, "fraction": 0.25}), method, resume=True)
+    later = {client for record in after.rounds() if record.round > 3 for client in record.cohort}
+    rested = [client for client in states if client not in later]
+    assert rested, "the seed must leave a client out of the last rounds"
+    for client in rested:
+        assert after.reader.client_state(client) == states[client][1]
+
+
+def test_a_client_keeps_exactly_its_declared_local_tensors(method: Method, tiny: Any) -> None:
+    done = run(tiny(), method)
+    _, _, _, world = experiment(tiny(), method).prepare()
+    client = done.rounds()[-1].cohort[0]
+    assert set(local_tensors(done, client)) == set(world.roles.local)
+
+
+def test_every_client_is_evaluated_even_if_it_never_trained(method: Method, tiny: Any) -> None:
+    done = run(tiny(federation={"rounds": 1, "fraction": 0.25}), method)
+    assert len(done.client_accuracies()) == 4
+
+
+def test_folding_clients_into_one_batch_equals_one_client_at_a_time(method: Method, tiny: Any) -> None:
+    """The cheap parts under vmap over stacked parameters, the backbone once over everybody's samples: values and gradients to 1e-5."""
+    world, backbone, runtime, params = _working_parameters(method, tiny)
+    positions = torch.arange(6)
+    step = method.stages(world, runtime.config.train)[-1].step
+    trainable = method.stages(world, runtime.config.train)[-1].trainable
+    alone, batches, noises, tokens, grads = [], [], [], [], []
+    for client, own in enumerate(params):
+        images = runtime.bank.images(client, "train")
+        batch = make_batch(step, images, positions, training=True)
+        noise = step.noise(world, len(positions), True, stream(0, 1, client, "noise"))
+        leaves = {name: own[name].detach().requires_grad_() for name in trainable}
+        full = {**own, **leaves}
+        seen = look(step, world, full, images, positions, batch, noise)
+        logits = step.logits(world, full, seen, batch, noise)
+        loss = step.loss(world, full, logits, seen, batch, noise)
+        grads.append(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True))
+        alone.append(loss.detach())
+        batches.append(batch)
+        noises.append(noise)
+        tokens.append(images.tokens(positions))
+    stacked = {name: torch.stack([own[name] for own in params]).detach() for name in params[0]}
+    leaves = {name: stacked[name].requires_grad_() for name in trainable}
+    folded = _folded_losses(step, world, backbone, {**stacked, **leaves}, batches, noises, tokens)
+    torch.testing.assert_close(folded, torch.stack(alone), atol=1e-5, rtol=1e-5)
+    together = torch.autograd.grad(folded.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+    for number, name in enumerate(trainable):
+        separate = torch.stack([client[number] for client in grads])
+        torch.testing.assert_close(together[number], separate, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRuntime, list[Tensors]]:
+    made = experiment(tiny(), method)
+    source, manifest, backbone, world = made.prepare()
+    server = fedprompt.method.Server(world.roles.shared, world.roles.server)
+    bank = ImageBank(source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone)
+    runtime = ClientRuntime(made.config, world, method, backbone, bank, ClientStates(lambda client: None), source.domain_names)
+    if world.roles.statistics("start"):
+        replies = [runtime.survey(client, method.download(world, server, client)) for client in range(world.clients)]
+        uploads = [fedprompt.method.Upload(reply.client, reply.upload, 0.25) for reply in replies]
+        server = method.survey(world, server, uploads)
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for client in range(world.clients):
+        who = runtime._client(client, 1)
+        begun = method.begin(world, who, method.download(world, server, client), method.enrol(world, who))
+        # heads start at zero, behind which nothing has a gradient
+        params.append({
+            name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) if "head" in name else tensor
+            for name, tensor in begun.items()
+        })
+    return world, backbone, runtime, params
+
+
+def _folded_losses(
+    step: Method, world: World, backbone: ViT, params: Tensors, batches: list[Batch], noises: list[Tensors], tokens: list[Tensor]
+) -> Tensor:
+    labels = torch.stack([batch.labels for batch in batches])
+    features = {name: torch.stack([batch.features[name] for batch in batches]) for name in batches[0].features}
+    noise = {name: torch.stack([each[name] for each in noises]) for name in noises[0]}
+    clients, size = labels.shape
+    plans: list[Any] = []
+
+    def ask(params: Tensors, labels: Tensor, features: Tensors, noise: Tensors) -> tuple[tuple[Tensor, ...], Tensors]:
+        given = step.prompts(world, params, Batch(labels, features), noise)
+        plans.append(given)
+        slots = []
+        for slot in given.vision:
+            per_sample = slot.tokens.dim() == 4
+            slots.append(slot.tokens if per_sample else slot.tokens.expand(given.repeat * size, *slot.tokens.shape))
+        return tuple(slots), given.extra
+
+    slots, extra = torch.func.vmap(ask)(params, labels, features, noise)
+    plan = plans[0]
+    images = torch.stack(tokens).repeat(1, plan.repeat, 1, 1)  # (N, J * B, T, d)
+    vision = [
+        VisionPrompt(tokens.flatten(0, 1), asked.blocks, asked.mode, asked.after)
+        for tokens, asked in zip(slots, plan.vision, strict=True)
+    ]
+    seen = backbone.run(images.flatten(0, 1), vision, step.reads)
+    seen = {name: value.unflatten(0, (clients, plan.repeat * size)) for name, value in seen.items()}
+
+    def answer(params: Tensors, seen: Tensors, extra: Tensors, labels: Tensor, features: Tensors, noise: Tensors) -> Tensor:
+        batch, looked = Batch(labels, features), Seen(**seen, extra=extra)
+        logits = step.logits(world, params, looked, batch, noise)
+        return step.loss(world, params, logits, looked, batch, noise)
+
+    return torch.func.vmap(answer)(params, seen, extra, labels, features, noise)

@@ -1,0 +1,100 @@
+"""What several tests need to say about a run."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedprompt.engines.client import Reply
+from fedprompt.engines.inprocess import InProcess
+from fedprompt.experiment import Experiment
+from fedprompt.federation import wire
+from fedprompt.federation.rounds import Observer
+from fedprompt.method import Method
+from fedprompt.roles import Tensors
+from fedprompt.run import Run
+
+
+def experiment(settings: Mapping[str, Any], method: Method | None = None) -> Experiment:
+    """An experiment, optionally with a method that is not registered."""
+    made = Experiment(settings)
+    if method is not None:
+        made.method = method
+    return made
+
+
+def run(settings: Mapping[str, Any], method: Method | None = None, observer: Observer | None = None, resume: bool = False) -> Run:
+    return experiment(settings, method).run(resume=resume, observer=observer)
+
+
+def content(run: Run) -> str:
+    """A digest of everything in a run file but clock times and the config's output section."""
+    connection = sqlite3.connect(run.directory / "run.db")
+    sha = hashlib.sha256()
+    for query in (
+        "SELECT key, value FROM facts WHERE key NOT IN ('config') ORDER BY key",
+        "SELECT round, cohort, loss, bytes_down, bytes_up, summary FROM rounds ORDER BY round",
+        "SELECT * FROM evaluations ORDER BY round, client",
+        "SELECT * FROM client_states ORDER BY client",
+        "SELECT * FROM server_state",
+        "SELECT * FROM events ORDER BY rowid",
+    ):
+        for row in connection.execute(query):
+            sha.update(repr(row).encode())
+    connection.close()
+    return sha.hexdigest()
+
+
+def shared_tensors(run: Run) -> Tensors:
+    state = run.reader.server_state()
+    assert state is not None
+    return wire.decode(state[1])
+
+
+def server_tensors(run: Run) -> Tensors:
+    state = run.reader.server_state()
+    assert state is not None
+    return wire.decode(state[2])
+
+
+def local_tensors(run: Run, client: int) -> Tensors:
+    blob = run.reader.client_state(client)
+    assert blob is not None
+    return wire.decode(blob)
+
+
+def worst_difference(first: Tensors, second: Tensors) -> float:
+    assert set(first) == set(second)
+    return max((float((first[name] - second[name]).abs().max()) for name in first if first[name].numel()), default=0.0)
+
+
+class Stopped(Exception):
+    """Raised by `StopAfter`."""
+
+
+class StopAfter(Observer):
+    """Ends a run after some round was committed."""
+
+    def __init__(self, round: int) -> None:
+        self._round = round
+
+    def committed(self, record: Any) -> None:
+        if record.round == self._round:
+            raise Stopped
+
+
+class Backwards(InProcess):
+    """Clients in the opposite order: nothing may depend on it."""
+
+    def train(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply]:
+        return super().train(round, clients[::-1], download)
+
+    def evaluate(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Any:
+        return super().evaluate(round, clients[::-1], download)
+
+
+def directory_of(path: Path) -> set[str]:
+    return {str(each.relative_to(path)) for each in path.rglob("*")}
