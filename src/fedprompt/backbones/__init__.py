@@ -1,4 +1,4 @@
-"""Frozen vision transformers behind one interface. Importing this package does not import torch; loading a backbone does."""
+"""Frozen vision transformers behind one interface. Importing this package does not import torch."""
 
 from __future__ import annotations
 

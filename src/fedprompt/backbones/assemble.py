@@ -52,7 +52,7 @@ def infer_shape(tensors: Mapping[str, Tensor], norm_eps: float) -> ViTShape:
         ) from error
     if width not in _HEADS:
         raise BackboneError(
-            f"a weight file of width {width} does not tell its number of attention heads: use a folder with a config.json"
+            f"a weight file of width {width} does not tell its attention heads: use a folder with a config.json"
         )
     extra = _extra_tokens(tensors, width)
     grid = math.isqrt(count - _positioned(count, extra))

@@ -18,9 +18,9 @@ Array = NDArray[np.float32]
 def dinov2_from_onnx(data: bytes) -> bytes:
     """The safetensors bytes (DINOv2's own tensor names) of the model in an ONNX file.
 
-    The exporter kept the names of biases, norms and scales under `model.`; it transposed the linear weights and made them anonymous, but
-    the node that uses one still spells its module path; it merged `pos_embed[:, 0]` with the equal `cls_token` and stored the grid of patch
-    positions apart.
+    The exporter kept the names of biases, norms and scales under `model.`; it transposed the linear weights and made
+    them anonymous, but the node that uses one still spells its module path; it merged `pos_embed[:, 0]` with the equal
+    `cls_token` and stored the grid of patch positions apart.
     """
     graph = onnx.load_model_from_string(data).graph
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -43,7 +43,7 @@ def dinov2_from_onnx(data: bytes) -> bytes:
 def safetensors_bytes(tensors: dict[str, Array]) -> bytes:
     """Float32 tensors in the safetensors format, sorted by name.
 
-    Written here because the checksum of the result is pinned: it must not change with the header layout of a library release.
+    Written here because the checksum of the result is pinned: a library release must not change the header layout.
     """
     header: dict[str, dict[str, object]] = {}
     parts: list[bytes] = []

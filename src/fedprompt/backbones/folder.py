@@ -1,4 +1,4 @@
-"""A `transformers` model folder: its architecture and its preprocessing, read from the JSON files beside the weights."""
+"""A `transformers` model folder: architecture and preprocessing, read from the JSON files beside the weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folder_shape(folder: Path) -> ViTShape:
 
 
 def folder_preprocessing(folder: Path) -> tuple[Triple, Triple] | None:
-    """Mean and standard deviation from preprocessor_config.json; None when there is none, so that the config must say them."""
+    """Mean and standard deviation from preprocessor_config.json; None when the config has to say them."""
     path = folder / "preprocessor_config.json"
     if not path.is_file():
         return None

@@ -32,7 +32,7 @@ def hub_folder(name: str, revision: str | None) -> Path:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BackboneError(
             f"backbone.name={name!r} could not be had from the hub: {reason}\n"
-            "Ways out: (1) on a machine with a hub, download the model and copy the folder here, then set backbone.name to that folder; "
-            "(2) fill the hub cache beforehand and set HF_HUB_OFFLINE=1; (3) use backbone.name=dinov2-small, which needs only a package "
-            "registry."
+            "Ways out: (1) on a machine with a hub, download the model, copy the folder here and set backbone.name "
+            "to it; (2) fill the hub cache beforehand and set HF_HUB_OFFLINE=1; (3) use backbone.name=dinov2-small, which "
+            "needs only a package registry."
         ) from error

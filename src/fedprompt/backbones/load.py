@@ -39,7 +39,7 @@ def load_backbone(config: BackboneConfig, cache: Path) -> ViT:
 
 
 def preprocessing(config: BackboneConfig, own: tuple[Triple, Triple] | None) -> tuple[Triple, Triple]:
-    """Mean and standard deviation: the backbone's own if it has them, and then a configured one must agree; else the configured ones."""
+    """Mean and standard deviation: the backbone's own, with which configured ones must agree, else the configured."""
     mean, std = (
         _agreed(f"backbone.{field}", given, own and own[index])
         for index, (field, given) in enumerate((("mean", config.mean), ("std", config.std)))
@@ -53,7 +53,7 @@ def _agreed(field: str, given: Triple | None, own: Triple | None) -> Triple:
     if given is None and own is None:
         raise BackboneError(
             f"{field} must be given for weights that carry no preprocessing, got none "
-            "(often 0.5 0.5 0.5 for ViT, ImageNet's statistics for DeiT and DINO; a wrong guess costs accuracy silently)"
+            "(often 0.5 0.5 0.5 for ViT, ImageNet's for DeiT and DINO; a wrong guess costs accuracy silently)"
         )
     if given is not None and own is not None and any(abs(a - b) > 1e-4 for a, b in zip(given, own, strict=True)):
         raise BackboneError(f"{field} must be the backbone's own {own}, got {given}")

@@ -1,7 +1,8 @@
 """From the tensor names of a checkpoint to the canonical ones of `shape.py`.
 
-Known are the files of `transformers` (ViT, DeiT, DINO, DINOv2, with either its published or its in-memory names) and those of timm and the
-DINOv2 authors. A tensor nobody knows is an error: an architecture with one more norm must not pass for one without it.
+Known are the files of `transformers` (ViT, DeiT, DINO, DINOv2, with either its published or its in-memory names) and
+those of timm and the DINOv2 authors. A tensor nobody knows is an error: an architecture with one more norm must not pass
+for one without it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def canonical(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             unknown.append(name)
     if unknown:
         raise BackboneError(
-            f"the weights must be those of a ViT, DeiT, DINO or DINOv2, got {len(unknown)} unknown tensors such as {unknown[0]!r}"
+            f"the weights must be those of a ViT, DeiT, DINO or DINOv2, "
+            f"got {len(unknown)} unknown tensors such as {unknown[0]!r}"
         )
     return _with_zero_biases(_fused(renamed))
 

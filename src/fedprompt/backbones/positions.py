@@ -22,8 +22,8 @@ def chosen_size(image_size: int | None, native: int, patch: int) -> int:
 def interpolate(positions: Tensor, grid: int, antialias: bool) -> Tensor:
     """Resample (M, d) patch positions bicubically to (grid * grid, d); untouched at their own grid.
 
-    Always in float32, as `transformers` does: bicubic weights in half precision shift the embeddings. `antialias` differs by family
-    (only DINOv2 with registers was published with it), and both choices are right only for their own checkpoints.
+    Always in float32, as `transformers` does: bicubic weights in half precision shift the embeddings. `antialias` differs
+    by family (`transformers` uses it for DINOv2 with registers only), and each is right only for its own checkpoints.
     """
     side = math.isqrt(len(positions))
     if side == grid:

@@ -4,17 +4,17 @@ Every checkpoint family is translated to the same *canonical* tensor names, so t
 
 | name | shape | what |
 |---|---|---|
-| `patch.weight`, `patch.bias`                   | (d, 3, p, p), (d)   | the patch embedding |
-| `lead`                                         | (1 + extra, d)      | CLS and extra tokens with their positions already added |
-| `position`                                     | (M, d)              | positions of the patches at the chosen resolution |
-| `pre_norm.weight`, `pre_norm.bias`             | (d)                 | only where a family normalises before block 0 (CLIP) |
-| `blocks.i.norm1.*`, `blocks.i.norm2.*`         | (d)                 | pre-norms |
-| `blocks.i.attention.in.weight`, `.bias`        | (3d, d), (3d)       | query, key, value, stacked |
-| `blocks.i.attention.out.weight`, `.bias`       | (d, d), (d)         | |
-| `blocks.i.mlp.in.weight`, `.bias`              | (h, d), (h)         | twice h rows for SwiGLU: the gate, then the value |
-| `blocks.i.mlp.out.weight`, `.bias`             | (d, h), (d)         | |
-| `blocks.i.scale1`, `blocks.i.scale2`           | (d)                 | only with LayerScale |
-| `norm.weight`, `norm.bias`                     | (d)                 | the final norm |
+| `patch.weight`, `patch.bias` | (d, 3, p, p), (d) | the patch embedding |
+| `lead` | (1 + extra, d) | CLS and extra tokens with their positions already added |
+| `position` | (M, d) | positions of the patches at the chosen resolution |
+| `ln_pre.weight`, `ln_pre.bias` | (d) | only where a family normalises before block 0 (CLIP) |
+| `blocks.i.norm1.*`, `blocks.i.norm2.*` | (d) | pre-norms |
+| `blocks.i.attention.in.weight`, `.bias` | (3d, d), (3d) | query, key, value, stacked |
+| `blocks.i.attention.out.weight`, `.bias` | (d, d), (d) | |
+| `blocks.i.mlp.in.weight`, `.bias` | (h, d), (h) | twice h rows for SwiGLU: the gate, then the value |
+| `blocks.i.mlp.out.weight`, `.bias` | (d, h), (d) | |
+| `blocks.i.scale1`, `blocks.i.scale2` | (d) | only with LayerScale |
+| `norm.weight`, `norm.bias` | (d) | the final norm |
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ViTShape:
 
 
 def tensor_shapes(shape: ViTShape) -> dict[str, tuple[int, ...]]:
-    """Every canonical tensor such a transformer has, without the optional `pre_norm`."""
+    """Every canonical tensor such a transformer has, without the optional `ln_pre`."""
     width, hidden = shape.width, shape.mlp_width
     shapes: dict[str, tuple[int, ...]] = {
         "patch.weight": (width, CHANNELS, shape.patch, shape.patch),

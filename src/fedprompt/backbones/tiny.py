@@ -1,4 +1,4 @@
-"""Random vision transformers: milliseconds to build, the same on every machine, with features that differ from image to image."""
+"""Random vision transformers: built in milliseconds from a seed, with features that differ from image to image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def random_vit(
 
 
 def random_weights(shape: ViTShape, seed: int) -> dict[str, Tensor]:
-    """Weights large enough that attention is not uniform and the MLP is not linear, so that a wrong forward pass shows."""
+    """Weights so large that attention is not uniform and the MLP not linear: a wrong forward pass shows."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, size in tensor_shapes(shape).items():

@@ -1,14 +1,15 @@
 """One frozen vision transformer for every family: a forward pass over plain tensors, with prompts.
 
-The weights are a flat dictionary (see `shape.py`), so there is one copy, no module state, no dropout and nothing to put into "training mode".
+The weights are a flat dictionary (see `shape.py`), so there is one copy, no module state, no dropout and nothing to put
+into "training mode".
 
 Two shortcuts make the prompted pass cheaper without changing its result:
 
-* a prompt row that is thrown away before the next block is only looked at by others: it needs a key and a value, but no query, no output
-  projection and no MLP;
+* a prompt row that is thrown away before the next block is only looked at by others: it needs a key and a value, but no
+  query, no output projection and no MLP;
 * of the last block, only the rows that are read are computed; all others are keys and values there.
 
-Both say the same thing: at each block the rows are either *live* (their output is used) or *passive* (keys and values only).
+Both say: at each block a row is either *live* (its output is used) or *passive* (key and value only).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ViT:
         return self.weights["lead"].dtype
 
     def embed(self, images: Tensor) -> Tensor:
-        """Normalised images (B, 3, S, S) to the input of block 0, (B, T, d): CLS, extra tokens, patches, positions added."""
+        """Normalised images (B, 3, S, S) to the input of block 0, (B, T, d): CLS, extra tokens, patches, with positions."""
         size = self.shape.image_size
         if images.ndim != 4 or tuple(images.shape[1:]) != (CHANNELS, size, size):
             raise ContractError(f"images must be (B, {CHANNELS}, {size}, {size}), got {tuple(images.shape)}")
@@ -60,7 +61,7 @@ class ViT:
         patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
         patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
         tokens = torch.cat([weights["lead"].expand(len(images), -1, -1), patches], dim=1)
-        return self._norm("pre_norm", tokens) if "pre_norm.weight" in weights else tokens
+        return self._norm("ln_pre", tokens) if "ln_pre.weight" in weights else tokens
 
     def run(
         self,
@@ -71,9 +72,10 @@ class ViT:
     ) -> dict[str, Tensor]:
         """Run the blocks from `start` on with prompts inserted, and read rows after the final norm.
 
-        `tokens` are the un-prompted inputs of block `start`, so inputs below the first prompted block may be computed once and kept.
-        Reads: `cls` (B, d), `patches` (B, M, d), `prompts` (B, P, d) with the rows that are still there after the last block, slot by slot
-        and oldest first within an appending slot. Row order inside the sequence is not observable: prompts carry no position.
+        `tokens` are the un-prompted inputs of block `start`, so what lies below the first prompted block may be computed
+        once and kept. Reads: `cls` (B, d), `patches` (B, M, d), `prompts` (B, P, d) with the rows that are still there
+        after the last block, slot by slot and oldest first within an appending slot. The order of rows inside the
+        sequence cannot be observed, because prompts carry no position.
         """
         reads = frozenset(reads)
         self._check(tokens, prompts, reads, start)
@@ -102,12 +104,12 @@ class ViT:
         return [found[block] for block in wanted]
 
     def digest(self) -> str:
-        """The identity of the function this backbone computes: architecture, resolution and every byte of every weight."""
+        """The identity of what this backbone computes: architecture, resolution and every byte of every weight."""
         sha = hashlib.sha256(repr(sorted(dataclasses.asdict(self.shape).items())).encode())
         for name in sorted(self.weights):
             tensor = self.weights[name].detach().cpu().contiguous()
             sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            sha.update(tensor.view(torch.uint8).numpy())
+            sha.update(tensor.view(torch.uint8).numpy().data)
         return sha.hexdigest()
 
     def assert_frozen(self, expected_digest: str) -> None:
@@ -142,7 +144,7 @@ class ViT:
         return seen | {"cls": seen["cls"].squeeze(1)} if "cls" in seen else seen
 
     def _block(self, block: int, live: list[Tensor], passive: list[Tensor]) -> list[Tensor]:
-        """One pre-norm block over pieces of a sequence; gives back the live pieces. Passive pieces may have batch size 1 (shared)."""
+        """One pre-norm block over pieces of a sequence; returns the live ones. Passive ones may have batch size 1."""
         weights, prefix, width = self.weights, f"blocks.{block}.", self.shape.width
         x = torch.cat(live, dim=1) if len(live) > 1 else live[0]
         weight, bias = weights[prefix + "attention.in.weight"], weights[prefix + "attention.in.bias"]

@@ -160,7 +160,7 @@ def _client(values: Any, position: int) -> ClientData:
     for part in ("train", "test"):
         indices = _field(values, part, list, f"manifest.clients.{name}")
         for index in indices:
-            if type(index) is not int:
+            if type(index) is not int or abs(index) >= 2**63:
                 raise DataError(broken(f"manifest.clients.{name}.{part}", "hold integers", index))
         parts[part] = np.array(indices, dtype=np.int64)
     return ClientData(name, parts["train"], parts["test"])

@@ -49,7 +49,7 @@ def draw_matrix(matrix: np.ndarray, clients: Sequence[str], classes: Sequence[st
                 axes.text(column, row, str(int(count)), ha="center", va="center", fontsize=7, color=colour)
     axes.set_xlabel(f"class ({columns})")
     axes.set_ylabel(f"client ({rows})")
-    figure.colorbar(image, ax=axes, label="training images (white: none)")
+    figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, label="training images (white: none)")
     figure.tight_layout()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,7 @@ def by_classes(supply: Supply, clients: int, per_client: int, seed: int) -> Divi
             quota[drawn] -= 1
             weights[drawn, client] += generator.uniform(0.4, 0.6)
     shares = weights / weights.sum(axis=1, keepdims=True)
-    return _both(supply, _in_every_domain(shares, supply), seed, "classes")
+    return _by_class(supply, shares, seed, "classes")
 
 
 def by_dirichlet(
@@ -93,7 +93,7 @@ def by_dirichlet(
     for attempt in range(max_tries):
         purpose = f"dirichlet/{where}/{attempt}"
         shares = dirichlet_shares(counts, clients, alpha, stream(seed, purpose))
-        division = _both(supply, _in_every_domain(shares, supply), seed, purpose)
+        division = _by_class(supply, shares, seed, purpose)
         smallest = min(len(train) for train, _ in division), min(len(test) for _, test in division)
         if smallest[0] >= min_train and smallest[1] >= min_test:
             return division
@@ -147,13 +147,13 @@ def by_disjoint_classes(supply: Supply, clients: int, shots: int | None, seed: i
         shares[group, client] = 1
     if shots is not None:
         supply = replace(supply, train=_few(supply, shots, seed))
-    return _both(supply, _in_every_domain(shares, supply), seed, "disjoint")
+    return _by_class(supply, shares, seed, "disjoint")
 
 
 def evenly(supply: Supply, clients: int, seed: int) -> Division:
     """IID: every client gets the same part of every (domain, class)."""
-    shares = np.full((len(supply.class_names), clients), 1 / clients)
-    return _both(supply, _in_every_domain(shares, supply), seed, "iid")
+    shares = np.full((len(supply.domain_names), len(supply.class_names), clients), 1 / clients)
+    return _both(supply, shares, seed, "iid")
 
 
 def deal(
@@ -216,8 +216,9 @@ def _both(supply: Supply, shares: np.ndarray, seed: int, purpose: str, restart_i
     return list(zip(train, test, strict=True))
 
 
-def _in_every_domain(shares: np.ndarray, supply: Supply) -> np.ndarray:
-    return np.repeat(shares[None], len(supply.domain_names), axis=0)  # (domains, classes, clients)
+def _by_class(supply: Supply, shares: np.ndarray, seed: int, purpose: str) -> Division:
+    """Deal whole classes by shares (classes, clients), whatever the domain: fewer, larger cells are rounded less."""
+    return _both(replace(supply, domains=np.zeros_like(supply.domains)), shares[None], seed, purpose)
 
 
 def _few(supply: Supply, shots: int, seed: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """What a method puts into a vision transformer, said once for every style in the literature.
 
-A `VisionPrompt` is a *slot* of tokens behind the CLS token. Slots are independent of each other, so one method may use several.
+A `VisionPrompt` is a *slot* of tokens behind the CLS token. Slots are independent of each other, so one method may use
+several.
 
 | style | slot |
 |---|---|
@@ -43,7 +44,8 @@ def check_prompt(prompt: VisionPrompt, batch: int, width: int, first: int, depth
     expected = ((batch,) if per_sample else ()) + (len(blocks),)
     if tokens.ndim not in (3, 4) or tuple(tokens.shape[:-2]) != expected or tokens.shape[-1] != width:
         raise ContractError(
-            f"prompt.tokens must be ({len(blocks)}, n, {width}) or ({batch}, {len(blocks)}, n, {width}), got {tuple(tokens.shape)}"
+            f"prompt.tokens must be ({len(blocks)}, n, {width}) or ({batch}, {len(blocks)}, n, {width}), "
+            f"got {tuple(tokens.shape)}"
         )
     if prompt.mode not in ("replace", "append") or prompt.after not in ("carry", "drop"):
         raise ContractError(f"prompt.mode and prompt.after must be known, got {prompt.mode!r} and {prompt.after!r}")
@@ -52,8 +54,8 @@ def check_prompt(prompt: VisionPrompt, batch: int, width: int, first: int, depth
 def enter(prompt: VisionPrompt, rows: Tensor, block: int) -> Tensor:
     """The rows of a slot at the input of `block`, given those that came out of the block before.
 
-    Tokens for the whole batch keep batch size 1 for as long as no block has mixed them with a sample: what is computed from them alone is
-    computed once.
+    Tokens for the whole batch keep batch size 1 for as long as no block has mixed them with a sample: what is computed
+    from them alone is computed once.
     """
     if block not in prompt.blocks:
         return rows

@@ -1,7 +1,7 @@
 """Which runs are repetitions of each other, what to call them, and what keeps them from being compared.
 
-A family is what one table row or one curve stands for. Runs that stopped at different rounds never share one: their means would mix
-a trained model with a half-trained one.
+A family is what one table row or one curve stands for. Runs that stopped at different rounds never share one: their
+mean would mix a trained model with a half-trained one.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ class Family:
     @property
     def title(self) -> str:
         """The label, with the warning that belongs to it wherever it is printed."""
-        return self.label if self.finished else f"{self.label} ({self.progress})"
-
-    @property
-    def progress(self) -> str:
-        return f"{self.rounds}/{self.of} rounds"
+        return self.label if self.finished else f"{self.label} ({self.rounds}/{self.of} rounds)"
 
 
 def families(runs: Sequence[Run]) -> list[Family]:
@@ -75,7 +71,11 @@ def labels(runs: Sequence[Run]) -> dict[str, str]:
     configs = {run.config.family(): run.config for run in runs}
     names = {}
     for digest, config in configs.items():
-        alike = [other.model_dump(mode="json", exclude=set(IGNORED)) for other in configs.values() if other.label == config.label]
+        alike = [
+            other.model_dump(mode="json", exclude=set(IGNORED))
+            for other in configs.values()
+            if other.label == config.label
+        ]
         fields = sorted({line.partition(": ")[0] for other in alike[1:] for line in difference(alike[0], other)})
         own = flatten(config.model_dump(mode="json"))
         names[digest] = " ".join([config.label, *(f"{field}={short(own, field)}" for field in fields)])
@@ -121,7 +121,10 @@ def section(settings: Settings, names: Sequence[str]) -> Settings:
 
 
 def disagreements(named: Sequence[tuple[str, Settings]], names: Sequence[str]) -> list[str]:
-    """Each setting of the named sections that is not the same everywhere: `data.source: tiny (fedvpt, local) | cifar10 (fedprox)`."""
+    """Each setting of the named sections that is not the same everywhere, and who has which value.
+
+    A line reads `data.source: tiny (fedvpt, local) | cifar10 (head_tune)`.
+    """
     parts = [(label, section(settings, names)) for label, settings in named]
     lines = []
     for field in sorted({field for _, settings in parts for field in settings}):

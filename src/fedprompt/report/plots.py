@@ -1,7 +1,7 @@
 """Pictures of runs: one function each, from runs to a matplotlib figure.
 
-Every picture draws families (the same rows as the table) in the same order and colours. The `draw_...` functions fill one pair of axes, so that
-the overview can put several side by side.
+Every picture draws families (the same rows as the table) in the same order and colours. The `draw_...` functions
+fill one pair of axes, so that the overview can put several side by side.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def client_heatmap(run: Run) -> Figure:
         axes.set_title(f"Accuracy by client and round: {run.config.label}, seed {run.config.seed}")
         axes.set_xlabel("Round")
         if evaluated:
-            image = axes.imshow(table, aspect="auto", cmap="cividis", vmin=0, vmax=100, interpolation="nearest")
+            image = axes.imshow(table, aspect="auto", cmap="cividis", interpolation="nearest")
             figure.colorbar(image, ax=axes, label="Accuracy (%)")
             thin(axes.set_xticks, [str(round) for round in evaluated], 15)
             thin(axes.set_yticks, names, 40)
@@ -79,7 +79,7 @@ def save_overview(runs: Sequence[Run], path: Path) -> Path:
         figure = new_figure(5.2 * len(panels), 4.8)
         for number, draw in enumerate(panels, start=1):
             draw(figure.add_subplot(1, len(panels), number), groups)
-        add_legend(figure, groups, columns=2 * len(panels))
+        add_legend(figure, groups)
     write_atomically(path, png(figure))
     return path
 
@@ -89,17 +89,19 @@ def picture(draw: Draw, runs: Sequence[Run]) -> Figure:
     with look():
         figure = new_figure()
         draw(figure.add_subplot(), groups)
-        add_legend(figure, groups, columns=2)
+        add_legend(figure, groups)
     return figure
 
 
-def add_legend(figure: Figure, groups: Sequence[Family], columns: int) -> None:
-    """Below the figure: it never covers data, and grows downwards when there are many methods."""
+def add_legend(figure: Figure, groups: Sequence[Family]) -> None:
+    """Below the figure, in as many columns as fit: it never covers data, and many methods make it taller."""
     handles = [
         Line2D([], [], color=colour(number), marker=marker(number), label=group.title)
         for number, group in enumerate(groups)
     ]
     if handles:
+        inches = 0.6 + 0.09 * max(len(group.title) for group in groups)  # of one entry
+        columns = max(1, int(figure.get_figwidth() / inches))
         figure.legend(handles=handles, loc="outside lower left", ncols=min(columns, len(handles)))
 
 
@@ -110,10 +112,12 @@ def draw_curves(axes: Axes, groups: Sequence[Family]) -> None:
         for key, line in (("average", "-"), ("worst", "--")):
             table = 100 * np.array([[entry[key] for entry in history] for history in histories])  # (seeds, evaluations)
             mean = table.mean(axis=0)
-            axes.plot(rounds, mean, line, color=colour(number), marker=marker(number), markersize=4)
+            every = max(1, len(rounds) // 12)
+            axes.plot(rounds, mean, line, color=colour(number), marker=marker(number), markersize=4, markevery=every)
             if len(table) > 1:
                 std = table.std(axis=0, ddof=1)
-                axes.fill_between(rounds, mean - std, mean + std, color=colour(number), alpha=0.12, linewidth=0)
+                low, high = np.clip([mean - std, mean + std], 0, 100)
+                axes.fill_between(rounds, low, high, color=colour(number), alpha=0.12, linewidth=0)
     axes.set(title="Average (solid) and Worst Local (dashed)", xlabel="Round", ylabel="Accuracy (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -127,7 +131,9 @@ def draw_clients(axes: Axes, groups: Sequence[Family]) -> None:
             continue
         count = max(map(len, accuracies))
         most = max(most, count)
-        share = np.linspace(0, 1, count)  # seeds may deal out different numbers of clients; equal numbers stay as they are
+        share = np.linspace(
+            0, 1, count
+        )  # seeds may deal out different numbers of clients; equal numbers stay as they are
         ranked = [np.interp(share, np.linspace(0, 1, len(values)), values) for values in accuracies]
         mean = 100 * np.mean(ranked, axis=0)
         axes.plot(np.arange(1, count + 1), mean, color=colour(number), marker=marker(number), markersize=5, linewidth=1)
@@ -146,8 +152,7 @@ def draw_domains(axes: Axes, groups: Sequence[Family]) -> None:
             if values:
                 place = position - 0.42 + (number + 0.5) * width
                 error = np.std(values, ddof=1) if len(values) > 1 else None
-                bar = {"color": colour(number), "error_kw": {"ecolor": INK, "elinewidth": 1}}
-                axes.bar(place, np.mean(values), 0.92 * width, yerr=error, **bar)
+                axes.bar(place, np.mean(values), 0.92 * width, yerr=error, color=colour(number), ecolor=INK)
     axes.set(title="Domains", ylabel="Accuracy (%)", ylim=(0, None))
     axes.grid(False, axis="x")
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor")
@@ -170,7 +175,7 @@ def draw_bytes(axes: Axes, groups: Sequence[Family]) -> None:
 
 
 def scale_bytes(axes: Axes, totals: Sequence[float]) -> None:
-    """Methods differ by orders of magnitude, so the axis is logarithmic; a method that sends nothing still has its place at zero."""
+    """Methods differ by orders of magnitude, so the axis is logarithmic; one that sends nothing is still at zero."""
     positive = [total for total in totals if total > 0]
     if positive and min(totals) > 0:
         axes.set_xscale("log")
@@ -181,7 +186,7 @@ def scale_bytes(axes: Axes, totals: Sequence[float]) -> None:
         axes.set_xscale("symlog", linthresh=threshold)
         axes.xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=threshold))
         axes.set_xlim(-threshold / 2, max(positive) * 3)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value).replace(".0 ", " ")))
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
@@ -204,7 +209,7 @@ def draw_calibration(axes: Axes, groups: Sequence[Family]) -> None:
 
 
 def pooled_bins(runs: Sequence[Run]) -> np.ndarray | None:
-    """Samples, summed confidence and correct answers per bin, over all clients and seeds, in each run's last evaluated round."""
+    """Samples, summed confidence and correct answers per bin, over all clients and seeds, in the last evaluation."""
     tables = []
     for run in runs:
         history = run.history()

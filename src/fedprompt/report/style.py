@@ -1,7 +1,7 @@
 """How every picture looks, and how a figure becomes SVG or PNG.
 
-Figures are made without pyplot: no global state, no display, nothing to close. `look` must be active both while a figure is drawn and while it
-is saved.
+Figures are made without pyplot: no global state, no display, nothing to close. `look` must be active both while a
+figure is drawn and while it is saved.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -21,7 +22,7 @@ INK, GRID = "#24292f", "#d5dae0"  #: in SVG these two become CSS variables, so t
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-SETTINGS = {
+SETTINGS: Any = {
     "font.size": 11,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
@@ -61,7 +62,7 @@ def marker(number: int) -> str:
     return MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]
 
 
-def new_figure(width: float = 7.2, height: float = 4.4) -> Figure:
+def new_figure(width: float = 6.2, height: float = 4.2) -> Figure:
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure

@@ -1,7 +1,7 @@
 """The comparison table: one row per family, mean and sample standard deviation over its seeds.
 
-`comparison` makes the rows; everything below it only writes them down. Accuracies are fractions in rows, CSV and JSON, and per cent where
-people read them.
+`comparison` makes the rows; everything below it only writes them down. Accuracies are fractions in rows, CSV and JSON,
+and per cent where people read them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Row:
         return self.rounds >= self.of
 
     @property
-    def progress(self) -> str:
-        return str(self.rounds) if self.finished else f"{self.rounds}/{self.of} rounds"
+    def title(self) -> str:
+        """The label, with the warning that belongs to it wherever it is printed."""
+        return self.label if self.finished else f"{self.label} ({self.rounds}/{self.of} rounds)"
 
 
 def percent(spread: Spread) -> str:
@@ -66,13 +67,13 @@ def duration(spread: Spread) -> str:
 
 def format_bytes(count: float) -> str:
     """Decimal units, as networks count: 15360 is `15.4 kB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.95:
-            break
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
         count /= 1000
-    else:
-        unit = "TB"
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        if count < 999.95:  # prints as less than 1000.0
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} TB"
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,13 @@ COLUMNS = (
     Column("bytes_up_each", "Up", size, narrow=True),
     Column("bytes_down_each", "Down", size, narrow=True),
     Column("bytes_total", "Total", size),
-    Column("seconds", "Seconds", duration, narrow=True),
+    Column("seconds", "Seconds", duration),
 )
 
 EXPLANATION = (
-    "Accuracies, Client std and ECE in per cent, mean ± sample standard deviation over seeds. All are means over the last evaluated rounds, "
-    "except Best, the highest Average of any round. Up and Down are bytes per participating client and round; Total is both directions of "
-    "the whole run. Seconds are of the whole run."
+    "Accuracies, Client std and ECE in per cent, mean ± sample standard deviation over seeds. All are means over the "
+    "last evaluated rounds, except Best, the highest Average of any round. Up and Down are bytes per participating "
+    "client and round; Total is both directions of the whole run, and Seconds are its time."
 )
 
 
@@ -152,7 +153,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """What a reader has to know before comparing the rows."""
     named = [(row.label, row.settings) for row in rows]
     task, budget = disagreements(named, TASK), disagreements(named, BUDGET)
-    early = [f"{row.label} ({row.progress})" for row in rows if not row.finished]
+    early = [row.title for row in rows if not row.finished]
     repeated = [name for row in rows for name in row.repeated]
     lines = [
         ("Not comparable, these settings differ", task),
@@ -164,7 +165,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def winners(rows: Sequence[Row], key: str) -> set[int]:
-    """Numbers of the rows with the largest mean as printed, among finished rows on the same task; a lone row has beaten nobody."""
+    """Numbers of the rows with the largest mean as printed, among finished rows on the same task.
+
+    A lone row has beaten nobody, and is not among them.
+    """
     tasks: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         if row.finished and row.values[key] is not None:
@@ -192,7 +196,7 @@ class Cell:
 
 
 def header(columns: Sequence[Column] = COLUMNS) -> list[str]:
-    return ["Method", "Seeds", "Rounds", *(column.title for column in columns)]
+    return ["Method", *(column.title for column in columns), "Seeds", "Rounds"]
 
 
 def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list[Cell]]:
@@ -200,11 +204,11 @@ def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list
     best = {column.key: winners(rows, column.key) if column.best else set() for column in columns}
     table = []
     for number, row in enumerate(rows):
-        line = [Cell(row.label), Cell(str(len(row.seeds))), Cell(row.progress)]
+        line = [Cell(row.title)]
         for column in columns:
             value = row.values[column.key]
             line.append(Cell("–" if value is None else column.write(value), number in best[column.key]))
-        table.append(line)
+        table.append([*line, Cell(str(len(row.seeds))), Cell(str(row.rounds))])
     return table
 
 
@@ -255,15 +259,16 @@ def csv(rows: Sequence[Row]) -> str:
 
 
 def rich_table(rows: Sequence[Row]) -> Table:
-    """For the terminal: the columns that fit, the best in bold, notes as the caption."""
+    """For the terminal: the columns there is room for, the best in bold, notes as the caption."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     columns = [column for column in COLUMNS if column.narrow]
     caption = "\n".join(["per cent, mean ± std over seeds; up and down per client and round", *notes(rows)])
-    table = Table(caption=Text(caption), caption_justify="left")
+    table = Table(caption=Text(caption), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for position, title in enumerate(header(columns)):
-        table.add_column(title, justify="left" if position == 0 else "right", overflow="fold")
+        table.add_column(title, justify="right" if position else "left", overflow="fold")
     for line in cells(rows, columns):
         table.add_row(*(Text(cell.text, style="bold" if cell.bold else "") for cell in line))
     return table

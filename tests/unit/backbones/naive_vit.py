@@ -1,0 +1,65 @@
+"""The forward pass written the slow and obvious way, as an independent check of `fedprompt.backbones.vit`.
+
+Every row of the sequence [CLS, slots, extra tokens, patches] goes through every part of every block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedprompt.backbones.vit import ViT
+from fedprompt.prompts.insertion import VisionPrompt
+
+
+def naive_block(vit: ViT, index: int, x: Tensor) -> Tensor:
+    w = {key.split(".", 2)[2]: value for key, value in vit.weights.items() if key.startswith(f"blocks.{index}.")}
+    batch, rows, width = x.shape
+    heads = vit.shape.heads
+
+    def norm(name: str, value: Tensor) -> Tensor:
+        centred = value - value.mean(-1, keepdim=True)
+        variance = centred.pow(2).mean(-1, keepdim=True)
+        return centred / torch.sqrt(variance + vit.shape.norm_eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    projected = norm("norm1", x) @ w["attention.in.weight"].T + w["attention.in.bias"]
+    q, k, v = (part.reshape(batch, rows, heads, -1).transpose(1, 2) for part in projected.chunk(3, dim=-1))
+    attention = torch.softmax(q @ k.transpose(2, 3) / (width // heads) ** 0.5, dim=-1)
+    mixed = (attention @ v).transpose(1, 2).reshape(batch, rows, width)
+    x = x + (mixed @ w["attention.out.weight"].T + w["attention.out.bias"]) * w.get("scale1", 1.0)
+    hidden = norm("norm2", x) @ w["mlp.in.weight"].T + w["mlp.in.bias"]
+    if vit.shape.mlp == "swiglu":
+        gate, value = hidden.chunk(2, dim=-1)
+        hidden = gate * torch.sigmoid(gate) * value
+    elif vit.shape.activation == "quick_gelu":
+        hidden = hidden * torch.sigmoid(1.702 * hidden)
+    else:
+        hidden = 0.5 * hidden * (1 + torch.erf(hidden / 2**0.5))
+    return x + (hidden @ w["mlp.out.weight"].T + w["mlp.out.bias"]) * w.get("scale2", 1.0)
+
+
+def naive_run(vit: ViT, tokens: Tensor, prompts: list[VisionPrompt]) -> tuple[dict[str, Tensor], list[int]]:
+    """All reads, and the sequence length at every block."""
+    batch, _, width = tokens.shape
+    cls, rest = tokens[:, :1], tokens[:, 1:]
+    slots = [tokens.new_zeros(batch, 0, width) for _ in prompts]
+    lengths = []
+    for block in range(vit.shape.depth):
+        for number, prompt in enumerate(prompts):
+            listed = list(prompt.blocks)
+            if prompt.after == "drop" and block > listed[-1]:
+                slots[number] = slots[number][:, :0]
+            if block in listed:
+                per_sample = prompt.tokens if prompt.tokens.ndim == 4 else torch.stack([prompt.tokens] * batch)
+                fresh = per_sample[:, listed.index(block)]
+                slots[number] = fresh if prompt.mode == "replace" else torch.cat([slots[number], fresh], 1)
+        x = torch.cat([cls, *slots, rest], dim=1)
+        lengths.append(x.shape[1])
+        x = naive_block(vit, block, x)
+        cls, *slots, rest = x.split([1, *(slot.shape[1] for slot in slots), rest.shape[1]], dim=1)
+    slots = [s[:, :0] if p.after == "drop" else s for s, p in zip(slots, prompts, strict=True)]
+    norm = torch.nn.functional.layer_norm
+    final = (vit.weights["norm.weight"], vit.weights["norm.bias"], vit.shape.norm_eps)
+    rows = {"cls": cls, "patches": rest[:, vit.shape.extra_tokens :], "prompts": torch.cat([cls[:, :0], *slots], 1)}
+    seen = {name: norm(value, (width,), *final) for name, value in rows.items()}
+    return seen | {"cls": seen["cls"][:, 0]}, lengths

@@ -1,0 +1,184 @@
+"""Each variant where it must reduce to something known, and where it must not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support import local_tensors, run, server_tensors, shared_tensors, worst_difference
+
+from fedprompt.errors import ConfigError
+from fedprompt.method import World
+from fedprompt.methods.fedvpt import FedVPT
+from fedprompt.methods.variants.fedrep import FedRep
+from fedprompt.prompts.heads import NAMES, random_head
+from fedprompt.roles import Roles
+
+pytestmark = pytest.mark.unit
+
+METHOD = {"name": "fedvpt", "prompt_tokens": 2, "head": "shared"}
+
+
+@pytest.fixture
+def plain(settings: Any) -> Any:
+    """Plain SGD, everybody takes part, a large rate so that differences show."""
+
+    def make(name: str, variant: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+        changes.setdefault("method", METHOD)
+        train = {"lr": 0.2, "momentum": 0.0, "epochs": 2, **changes.pop("train", {})}
+        return settings(name=name, variant=variant, train=train, **changes)
+
+    return make
+
+
+def test_fedprox_without_weight_is_federated_averaging(plain: Any) -> None:
+    with_variant = run(plain("a", {"name": "fedprox", "mu": 0.0}))
+    assert worst_difference(shared_tensors(with_variant), shared_tensors(run(plain("b")))) == 0.0
+
+
+def test_fedprox_has_a_gradient(plain: Any) -> None:
+    """The public code's proximal term was detached: it changed the loss and nothing else."""
+    with_variant = run(plain("a", {"name": "fedprox", "mu": 1.0}))
+    assert worst_difference(shared_tensors(with_variant), shared_tensors(run(plain("b")))) > 1e-4
+
+
+def test_fedprox_keeps_clients_closer_to_what_they_received(plain: Any) -> None:
+    one = {"federation": {"rounds": 1}, "train": {"lr": 0.1}}
+    start = run(plain("zero", train={"lr": 0.0}, federation={"rounds": 1}))
+    distances = [
+        worst_difference(shared_tensors(run(plain(f"mu{mu}", {"name": "fedprox", "mu": mu}, **one))), shared_tensors(start))
+        for mu in (0.0, 1.0, 5.0)
+    ]
+    assert distances[0] > distances[1] > distances[2]
+
+
+def test_the_first_round_of_scaffold_is_federated_averaging(plain: Any) -> None:
+    one = {"federation": {"rounds": 1}}
+    first = run(plain("a", {"name": "scaffold"}, **one))
+    assert worst_difference(shared_tensors(first), shared_tensors(run(plain("b", **one)))) < 1e-6
+
+
+def test_later_rounds_of_scaffold_differ_from_federated_averaging(plain: Any) -> None:
+    assert worst_difference(shared_tensors(run(plain("a", {"name": "scaffold"}))), shared_tensors(run(plain("b")))) > 1e-5
+
+
+def test_the_server_control_is_the_mean_of_the_clients_under_full_participation(plain: Any) -> None:
+    done = run(plain("a", {"name": "scaffold"}, federation={"rounds": 3}))
+    own = [local_tensors(done, client) for client in range(4)]
+    for name in ("prompt", *NAMES):
+        mean = torch.stack([each[f"scaffold.own.{name}"] for each in own]).mean(0)
+        assert mean.abs().max() > 1e-6
+        torch.testing.assert_close(server_tensors(done)[f"scaffold.control.{name}"], mean, atol=1e-6, rtol=1e-5)
+
+
+def test_a_client_control_is_the_mean_gradient_of_its_steps(plain: Any) -> None:
+    """After the first round c_k = (x - y) / (K eta), K = batches x epochs."""
+    settings = plain("a", {"name": "scaffold"}, federation={"rounds": 1}, partition={"scheme": "iid", "clients": 1})
+    done = run(settings)
+    start = run(plain("zero", train={"lr": 0.0}, federation={"rounds": 1}, partition={"scheme": "iid", "clients": 1}))
+    steps = 2 * 10  # two epochs over 4 x 5 x 4 images in batches of eight
+    moved = (shared_tensors(start)["prompt"] - shared_tensors(done)["prompt"]) / (steps * 0.2)
+    torch.testing.assert_close(local_tensors(done, 0)["scaffold.own.prompt"], moved, atol=1e-6, rtol=1e-4)
+
+
+def test_scaffold_on_one_client_stays_federated_averaging(plain: Any) -> None:
+    """c = c_k at all times, so the correction vanishes: the case of identical clients."""
+    one = {"partition": {"scheme": "iid", "clients": 1}, "federation": {"rounds": 3}}
+    first, second = run(plain("a", {"name": "scaffold"}, **one)), run(plain("b", **one))
+    assert worst_difference(shared_tensors(first), shared_tensors(second)) < 1e-5
+
+
+@pytest.mark.parametrize("train", [{"momentum": 0.9}, {"clip_norm": 1.0}])
+def test_scaffold_refuses_what_breaks_its_formula(plain: Any, train: dict[str, float]) -> None:
+    field = next(iter(train))
+    with pytest.raises(ConfigError, match=rf"train\.{field} must be .* with variant scaffold"):
+        run(plain("a", {"name": "scaffold"}, train=train))
+
+
+def test_fedper_is_the_method_with_a_local_head(plain: Any) -> None:
+    variant = run(plain("a", {"name": "fedper"}))
+    local = run(plain("b", method={**METHOD, "head": "local"}))
+    assert worst_difference(shared_tensors(variant), shared_tensors(local)) == 0.0
+    assert worst_difference(local_tensors(variant, 2), local_tensors(local, 2)) == 0.0
+
+
+@dataclass(frozen=True)
+class RandomHead(FedVPT):
+    """FedVPT whose head does not start at zero, so that prompts have a gradient while the head stands still."""
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        roles = super().init(world, generator)
+        head = random_head(world.classes, world.width, world.dtype, world.device, generator)
+        if self.head == "shared":
+            return replace(roles, shared={**roles.shared, **head})
+        return replace(roles, local={**roles.local, **head})
+
+
+def test_fedrep_without_head_epochs_is_federated_averaging_with_the_head_at_rest(plain: Any) -> None:
+    inner = RandomHead(prompt_tokens=2, head="shared")
+    represented = run(plain("a"), FedRep(inner, head_epochs=0))
+    averaged = run(plain("b", train={"lrs": {"head.*": 0.0}}), inner)
+    assert torch.equal(shared_tensors(represented)["prompt"], shared_tensors(averaged)["prompt"])
+
+
+def test_fedrep_trains_the_head_with_the_prompts_fixed_and_then_the_prompts_with_the_head_fixed(plain: Any) -> None:
+    head_only = run(plain("a", {"name": "fedrep", "head_epochs": 2}, train={"lrs": {"prompt": 0.0}}, federation={"rounds": 1}))
+    both = run(plain("b", {"name": "fedrep", "head_epochs": 2}, federation={"rounds": 1}))
+    assert worst_difference(local_tensors(head_only, 0), local_tensors(both, 0)) == 0.0
+    assert worst_difference(shared_tensors(head_only), shared_tensors(both)) > 1e-5
+
+
+def test_fedbabu_never_updates_the_head_and_gives_all_clients_the_same(plain: Any) -> None:
+    done = run(plain("a", {"name": "fedbabu"}))
+    heads = [local_tensors(done, client)["head.weight"] for client in range(4)]
+    assert all(torch.equal(heads[0], head) for head in heads)
+    assert heads[0].abs().max() > 0
+
+
+def test_fedbabu_tunes_the_head_before_an_evaluation_and_throws_it_away(plain: Any) -> None:
+    gently = {"lrs": {"head.*": 0.02}}
+    tuned = run(plain("a", {"name": "fedbabu", "finetune_epochs": 5}, train=gently))
+    plainly = run(plain("b", {"name": "fedbabu", "finetune_epochs": 0}, train=gently))
+    assert worst_difference(shared_tensors(tuned), shared_tensors(plainly)) == 0.0
+    assert tuned.summary()["nll"] < plainly.summary()["nll"] - 1e-3
+
+
+def test_fedbabu_moves_the_prompts(plain: Any) -> None:
+    moved = run(plain("a", {"name": "fedbabu"}))
+    still = run(plain("b", {"name": "fedbabu"}, train={"lr": 0.0}))
+    assert worst_difference(shared_tensors(moved), shared_tensors(still)) > 1e-4
+
+
+def test_ditto_without_a_pull_is_local_only_training(plain: Any) -> None:
+    ditto = run(plain("a", {"name": "ditto", "lam": 0.0}, federation={"rounds": 3}))
+    local = run(plain("b", method={"name": "local", "prompt_tokens": 2}, federation={"rounds": 3}))
+    for client in range(4):
+        personal = local_tensors(ditto, client)
+        for name, tensor in local_tensors(local, client).items():
+            assert torch.equal(personal[f"ditto.personal.{name}"], tensor)
+    assert ditto.client_accuracies() == local.client_accuracies()
+
+
+def test_the_shared_part_of_ditto_is_federated_averaging_with_its_own_batches(plain: Any) -> None:
+    """lambda touches the personal copies only."""
+    weak, strong = run(plain("a", {"name": "ditto", "lam": 0.0})), run(plain("b", {"name": "ditto", "lam": 1.0}))
+    assert worst_difference(shared_tensors(weak), shared_tensors(strong)) == 0.0
+
+
+def test_a_strong_pull_brings_the_personal_copy_to_what_was_received(plain: Any) -> None:
+    """With lr * lambda = 1 a step lands on the received tensor but for one gradient: the gap shrinks with the rate."""
+    gaps = []
+    for rate in (0.1, 0.01, 0.001):
+        done = run(plain(f"lr{rate}", {"name": "ditto", "lam": 1 / rate}, train={"lr": rate, "epochs": 1}, federation={"rounds": 1}))
+        start = run(plain(f"zero{rate}", train={"lr": 0.0}, federation={"rounds": 1}))
+        gaps.append(float((local_tensors(done, 0)["ditto.personal.prompt"] - shared_tensors(start)["prompt"]).abs().max()))
+    assert gaps[0] > gaps[1] > gaps[2]
+    assert gaps[2] < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["fedprox", "scaffold", "ditto"])
+def test_a_variant_of_shared_tensors_refuses_a_method_that_shares_none(plain: Any, variant: str) -> None:
+    with pytest.raises(ConfigError, match="shares none"):
+        run(plain("a", {"name": variant}, method={"name": "local"}))

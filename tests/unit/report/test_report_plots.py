@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedprompt.report import plots, style
+from fedprompt.report.families import families
+
+pytestmark = pytest.mark.unit
+
+PICTURES = (
+    plots.learning_curves,
+    plots.client_spread,
+    plots.domain_bars,
+    plots.bytes_against_accuracy,
+    plots.calibration,
+)
+
+
+def lines(figure):
+    return [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
+
+
+def test_curves_are_the_mean_over_seeds_in_per_cent(write):
+    figure = plots.learning_curves([write("a", [[9, 5], [8, 6]]), write("b", [[7, 3], [6, 2]], seed=1)])
+    average, worst = lines(figure)
+    np.testing.assert_allclose(average.get_ydata(), [60, 55])
+    np.testing.assert_allclose(worst.get_ydata(), [40, 40])
+    assert (average.get_linestyle(), worst.get_linestyle()) == ("-", "--")
+
+
+def test_clients_are_sorted_from_the_worst_to_the_best_of_the_last_round(write):
+    (line,) = lines(plots.client_spread([write("a", [[1, 1, 1], [9, 2, 5]])]))
+    np.testing.assert_allclose(line.get_ydata(), [20, 50, 90])
+
+
+def test_domain_bars_have_the_height_of_the_accuracy(runs):
+    figure = plots.domain_bars(runs[:1])
+    heights = [bar.get_height() for bar in figure.axes[0].patches]
+    np.testing.assert_allclose(heights, [100 * share for share in runs[0].summary()["domains"].values()])
+
+
+def test_bytes_stand_against_the_average(write):
+    (point, *_) = lines(plots.bytes_against_accuracy([write("a", [[9, 5]])]))
+    assert point.get_xdata()[0] == 80 + 40 + 2000
+    assert point.get_ydata()[0] == pytest.approx(70)
+
+
+def test_calibration_pools_the_bins_of_all_clients_and_seeds(write):
+    runs = [write("a", [[9, 5]]), write("b", [[8, 4]], seed=1)]
+    np.testing.assert_allclose(plots.pooled_bins(runs), [[40, 20, 26]])
+    _, curve = lines(plots.calibration(runs))
+    assert (curve.get_xdata()[0], curve.get_ydata()[0]) == (50, 65)
+
+
+def test_heat_map_shows_clients_by_evaluated_round(write):
+    figure = plots.client_heatmap(write("a", [[9, 5], [8, 6]]))
+    np.testing.assert_allclose(figure.axes[0].get_images()[0].get_array(), [[90, 80], [50, 60]])
+
+
+def test_overview_is_a_png_that_opens(runs, tmp_path):
+    path = plots.save_overview(runs, tmp_path / "overview.png")
+    with Image.open(path) as image:
+        image.verify()
+        assert image.format == "PNG"
+        assert image.width > image.height > 400
+    assert [file.name for file in tmp_path.iterdir()] == ["overview.png"]
+
+
+def test_legend_flags_unfinished_runs(runs, unfinished):
+    figure = plots.learning_curves([*runs, unfinished])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        group.title for group in families([*runs, unfinished])
+    ]
+    assert "fedvpt (1/2 rounds)" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize("draw", PICTURES)
+def test_a_run_that_was_not_evaluated_yet_gives_an_empty_picture(draw, write):
+    style.png(draw([write("a", [])]), dpi=20)
+
+
+def test_a_client_name_that_looks_like_mathematics_is_plain_text(write):
+    assert "$\\frac{" in style.svg(plots.client_heatmap(write("a", [[9]], clients=["$\\frac{"])), "x")
+
+
+def test_colours_and_markers_do_not_repeat_together_for_forty_methods():
+    assert len({(style.colour(number), style.marker(number)) for number in range(40)}) == 40
+
+
+def test_equal_runs_give_equal_svg(runs):
+    assert style.svg(plots.learning_curves(runs), "x") == style.svg(plots.learning_curves(runs), "x")

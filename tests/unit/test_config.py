@@ -1,0 +1,133 @@
+"""Settings: what is accepted, what is refused and how it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedprompt import config
+from fedprompt.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"federation": {"fraction": 1.5}}, "federation.fraction must be less than or equal to 1, got 1.5"),
+        ({"federation": {"fraction": 0}}, "federation.fraction must be greater than 0, got 0"),
+        ({"federation": {"rounds": 0}}, "federation.rounds must be greater than or equal to 1, got 0"),
+        ({"federation": {"rouds": 3}}, "federation.rouds is not a known setting"),
+        ({"colour": "red"}, "colour is not a known setting"),
+        ({"train": {"epochs": "3"}}, "train.epochs must be a valid integer, got '3'"),
+        ({"train": {"epochs": True}}, "train.epochs must be a valid integer, got True"),
+        ({"train": {"lrs": {"head.*": -1}}}, "train.lrs.head.* must be greater than or equal to 0, got -1"),
+        ({"train": {"momentum": 1.0}}, "train.momentum must be less than 1, got 1.0"),
+        ({"seed": -1}, "seed must be greater than or equal to 0, got -1"),
+        ({"name": "../escape"}, "name must"),
+        ({"backbone": {"dtype": "float16"}}, "backbone.dtype must be 'float32', 'bfloat16' or 'float64', got 'float16'"),
+        ({"partition": {"alpha": float("inf")}}, "partition.alpha must"),
+    ],
+)
+def test_a_bad_value_is_told_by_field_rule_and_value(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse(values)
+    assert message in str(caught.value)
+
+
+def test_every_bad_value_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse({"seed": -1, "train": {"epochs": 0}})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_seed_zero_is_a_seed() -> None:
+    assert config.parse({"seed": 0}).seed == 0
+
+
+def test_the_text_false_is_not_a_boolean() -> None:
+    class Flags(config.Section):
+        on: bool = True
+
+    with pytest.raises(ValueError, match="valid boolean"):
+        Flags.model_validate_json('{"on": "False"}')
+    assert Flags.model_validate_json('{"on": false}').on is False
+
+
+def test_the_hash_does_not_depend_on_where_a_run_is_written() -> None:
+    here, there = config.parse({"output": {"directory": "a"}}), config.parse({"output": {"directory": "b"}, "name": "other"})
+    assert here.digest() == there.digest()
+
+
+def test_the_hash_depends_on_every_setting_that_matters() -> None:
+    plain = config.parse({})
+    assert plain.digest() != config.parse({"seed": 1}).digest()
+    assert plain.digest() != config.parse({"train": {"lr": 0.02}}).digest()
+
+
+def test_runs_that_differ_in_the_seed_are_one_family() -> None:
+    assert config.parse({"seed": 1}).family() == config.parse({"seed": 2}).family()
+
+
+def test_the_hash_is_the_same_in_every_version_of_python() -> None:
+    assert config._digest({"b": [1, 0.5, None], "a": "x"}) == "dc13af45fce68dcc"
+
+
+def test_overrides_are_yaml_and_reach_into_sections(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("train: {lr: 0.1}\n")
+    (made,) = config.load(path, ["train.lr=0.5", "method=head_tune", "method.head=local", "train.lrs.prompt=2"])
+    assert (made.train.lr, made.method, made.train.lrs) == (0.5, {"name": "head_tune", "head": "local"}, {"prompt": 2.0})
+    assert made.name == "x"
+
+
+@pytest.mark.parametrize("override", ["train.lr", "=3", "seed.x=3", "train.lr=[1"])
+def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match="override"):
+        config.load(path, [override])
+
+
+def test_a_sweep_is_the_product_of_its_lists_and_the_seeds(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("sweep: {method: [local, {name: fedvpt, head: shared}], train.lr: [0.1, 0.2]}\n")
+    made = config.load(path, seeds=[0, 1])
+    assert len(made) == 8
+    assert {(m.method["name"], m.train.lr, m.seed) for m in made} == {
+        (name, lr, seed) for name in ("local", "fedvpt") for lr in (0.1, 0.2) for seed in (0, 1)
+    }
+
+
+def test_runs_of_a_sweep_never_share_a_directory(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("sweep: {method: [{name: fedvpt, head: local}, {name: fedvpt, head: shared}, local], train.lr: [0.1, 0.2]}\n")
+    names = [made.run_name for made in config.load(path)]
+    assert len(set(names)) == 6
+    assert "x-headlocal-lr0.1-fedvpt-seed0" in names
+
+
+def test_the_same_run_twice_in_a_sweep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("sweep: {method: [local, local]}\n")
+    with pytest.raises(ConfigError, match="same run twice"):
+        config.load(path)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "sweep: 3", "sweep: {train.lr: 3}", "sweep: {train.lr: []}"])
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        config.load(path)
+
+
+def test_a_missing_file_is_told_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        config.load(tmp_path / "nowhere.yaml")
+
+
+def test_a_difference_names_the_field_and_both_values() -> None:
+    lines = config.difference({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5}, "d": 3})
+    assert lines == ["a.c: 2 -> 5"]
