@@ -34,7 +34,8 @@ def settings(tmp_path: Path) -> Callable[..., dict[str, Any]]:
             "output": {"directory": str(tmp_path / "runs"), "cache": str(tmp_path / "cache"), "threads": 1},
         }
         for key, value in changes.items():
-            values[key] = {**values[key], **value} if key not in ("method", "variant") and isinstance(value, dict) else value
+            whole = key in ("method", "variant", "sweep") or not isinstance(value, dict)
+            values[key] = value if whole else {**values[key], **value}
         return values
 
     return make

@@ -267,7 +267,10 @@ def _print_comparison(runs: list[Any], format: str) -> None:
     else:
         from rich.console import Console
 
-        Console().print(tables.rich_table(rows))
+        console = Console()
+        console.print(tables.rich_table(rows))
+        for note in tables.notes(rows):
+            console.print(note)
 
 
 def _progress() -> Any:

@@ -27,6 +27,19 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: `1e-3` is a number, which YAML 1.1 reads as text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
 class Section(BaseModel):
     """Unknown keys are errors, and nothing is converted silently: the text "False" is not a boolean."""
 
@@ -161,7 +174,7 @@ def _digest(value: object) -> str:
 def load(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> list[Config]:
     """Read a YAML file, apply `key=value` overrides, and expand its `sweep` and the seeds into one config per run."""
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        raw = read_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"config: cannot read {str(path)!r}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -235,7 +248,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
         if not equals or not key:
             raise ConfigError(f"override must look like key=value, got {override!r}")
         try:
-            value = yaml.safe_load(text)
+            value = read_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"override {key} must be YAML, got {text!r}") from error
         if key in ("method", "variant") and isinstance(value, str):

@@ -82,6 +82,14 @@ def test_overrides_are_yaml_and_reach_into_sections(tmp_path: Path) -> None:
     assert made.name == "x"
 
 
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("2E5", 2e5), ("1.5e+2", 150.0), (".5e1", 5.0), ("3", 3.0)])
+def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(f"train: {{weight_decay: {text}}}\n")
+    (made,) = config.load(path, [f"train.lr={text}"])
+    assert (made.train.lr, made.train.weight_decay) == (value, value)
+
+
 @pytest.mark.parametrize("override", ["train.lr", "=3", "seed.x=3", "train.lr=[1"])
 def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
     path = tmp_path / "x.yaml"

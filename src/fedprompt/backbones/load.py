@@ -85,5 +85,6 @@ def _file(path: Path, config: BackboneConfig, own: tuple[Triple, Triple] | None)
 
 
 def _folder(folder: Path, config: BackboneConfig) -> ViT:
+    shape = folder_shape(folder)  # first, so that a model of another type is called that and not a list of odd tensors
     mean, std = preprocessing(config, folder_preprocessing(folder))
-    return assemble(canonical(read_folder(folder, config.sha256)), folder_shape(folder), mean, std, config)
+    return assemble(canonical(read_folder(folder, config.sha256)), shape, mean, std, config)

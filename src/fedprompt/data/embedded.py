@@ -8,6 +8,7 @@ tell whether they have the same set.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import json
 from pathlib import Path
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from fedprompt.assets import write_atomically
+from fedprompt.data import glyphs, streams, styles
 from fedprompt.data.base import Source
 from fedprompt.data.glyphs import MEMBERS, font_checksums, load_material
 from fedprompt.data.parquet import ParquetSource
@@ -26,26 +28,32 @@ from fedprompt.data.streams import stream
 from fedprompt.data.styles import SIDE, STYLES
 
 NAME = "fedprompt-digits"
-RECIPE = 1  # raise it whenever a style paints other pixels
+SEED = 1
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN, TEST = 120, 40  # per (domain, class): the optical digits have 174 of the rarest class
 
 
+def path(cache: Path) -> Path:
+    """Where the rendered set is kept."""
+    return cache / "data" / f"{NAME}-{recipe()[:16]}.parquet"
+
+
 def open_embedded(cache: Path) -> Source:
     """The set, rendered first when the cache does not have it."""
-    path = cache / "data" / f"{NAME}-{recipe()[:16]}.parquet"
-    if not path.is_file():
-        write_atomically(path, render(cache))
-    source = ParquetSource(path, cache)
+    rendered = path(cache)
+    if not rendered.is_file():
+        write_atomically(rendered, render(cache))
+    source = ParquetSource(rendered, cache)
     source.name = NAME
-    source.fingerprint = json.loads(pq.read_schema(path).metadata[b"fedprompt"])["fingerprint"]
+    source.fingerprint = json.loads(pq.read_schema(rendered).metadata[b"fedprompt"])["fingerprint"]
     return source
 
 
 def recipe() -> str:
-    """The identity of everything that decides on the pixels: a change in any of it makes a new file."""
+    """The identity of everything that decides on the pixels, the painting code too: a change in any of it makes a new file."""
     wheels = {name: member.member_sha256 for name, member in MEMBERS.items()}
-    parts = [RECIPE, PIL.__version__, np.__version__, wheels, font_checksums(), TRAIN, TEST, SIDE]
+    code = [inspect.getsource(module) for module in (glyphs, styles, streams)]
+    parts = [SEED, code, PIL.__version__, np.__version__, wheels, font_checksums(), TRAIN, TEST, SIDE]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -57,7 +65,7 @@ def render(cache: Path) -> bytes:
     for domain, (style, paint) in enumerate(STYLES.items()):
         for digit in range(len(CLASSES)):
             for example in range(TRAIN + TEST):
-                pixels = paint(digit, example, material, stream(RECIPE, NAME, style, digit, example))
+                pixels = paint(digit, example, material, stream(SEED, NAME, style, digit, example))
                 pixels_seen.update(pixels.tobytes())
                 train = example < TRAIN
                 row = (_png(pixels), digit, domain, "train" if train else "test", example if train else example - TRAIN)

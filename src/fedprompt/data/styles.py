@@ -48,8 +48,9 @@ def photo(digit: int, example: int, material: Material, generator: np.random.Gen
         (SIDE, SIDE), Image.Resampling.BICUBIC
     )
     scene = np.asarray(piece, dtype=np.float32)
+    scene = scene.mean(axis=(0, 1)) + 0.6 * (scene - scene.mean(axis=(0, 1)))  # paler, so that the digit is the subject
     ink = posed(material.mnist[digit][160 + example], generator, turn=15, scale=(0.75, 1.0))[..., None]
-    strength = generator.uniform(0.55, 0.95)
+    strength = generator.uniform(0.75, 1.0)
     far = np.where(scene.mean() > 120, 0.0, 255.0) * np.ones(3) + generator.uniform(-60, 60, size=3)
     return _finished(scene * (1 - strength * ink) + far.clip(0, 255) * strength * ink, generator, noise=0)
 
@@ -78,23 +79,23 @@ def sketch(digit: int, example: int, material: Material, generator: np.random.Ge
 def infographic(digit: int, example: int, material: Material, generator: np.random.Generator) -> np.ndarray:
     """A light digit set from small icons on a flat dark colour, with bars of a chart beside it."""
     glyph = font_glyph(CLEAR_FONTS[generator.integers(len(CLEAR_FONTS))], digit)
-    cells = int(generator.integers(12, 16))
+    cells = int(generator.integers(14, 18))
     shape = posed(glyph, generator, turn=8, scale=(1.0, 1.25))
     grid = np.asarray(Image.fromarray(shape).resize((cells, cells), Image.Resampling.BOX))
     dark, light = _colours(generator)
     canvas = Image.new("RGB", (SIDE * 4, SIDE * 4), _rgb(dark))  # drawn large for smooth edges
     draw = ImageDraw.Draw(canvas)
-    tint, faint, bright = _rgb(0.7 * dark + 0.3 * light), _rgb(0.5 * dark + 0.5 * light), _rgb(light)
+    tint, faint, bright = _rgb(0.85 * dark + 0.15 * light), _rgb(0.5 * dark + 0.5 * light), _rgb(light)
     for column in np.flatnonzero(generator.random(8) < 0.5):
         height = int(generator.integers(20, 150))
         draw.rectangle([int(column) * 32 + 4, 256 - height, int(column) * 32 + 26, 256], fill=tint)
     icon = int(generator.integers(4))
     pitch = 4 * SIDE / cells
-    flipped = generator.random((cells, cells)) < 0.04
+    flipped = generator.random((cells, cells)) < 0.02
     for row, column in np.ndindex(cells, cells):
         lit = bool(grid[row, column] > 0.42) != bool(flipped[row, column])
         x, y = (column + 0.5) * pitch, (row + 0.5) * pitch
-        _icon(draw, icon, x, y, pitch * (0.44 if lit else 0.12), bright if lit else faint)
+        _icon(draw, icon, x, y, pitch * (0.52 if lit else 0.08), bright if lit else faint)
     return _finished(
         np.asarray(canvas.resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32), generator, noise=0
     )

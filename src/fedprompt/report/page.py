@@ -29,8 +29,8 @@ th, td { padding: .35rem .5rem; text-align: right; white-space: nowrap; border-b
 thead th { color: var(--quiet); font-weight: 600; }
 tbody th { font-weight: 600; }
 th:first-child { position: sticky; left: 0; max-width: 12rem; padding-left: 0; background: var(--paper);
-  text-align: left; white-space: normal; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1.5rem;
+  text-align: left; white-space: normal; overflow-wrap: break-word; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.5rem;
   align-items: end; }
 figure { margin: 0; min-width: 0; }
 figcaption { font-size: .9rem; }
@@ -90,7 +90,7 @@ def table(name: str, head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str
 
 
 def _cell(cell: Cell, number: int) -> str:
-    text = f"<strong>{cell.text}</strong>" if cell.bold else escape(cell.text)
+    text = f"<strong>{escape(cell.text)}</strong>" if cell.bold else escape(cell.text)
     return f"<td>{text}</td>" if number else f'<th scope="row">{text}</th>'
 
 

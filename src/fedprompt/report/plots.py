@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -67,7 +68,7 @@ def client_heatmap(run: Run) -> Figure:
             image = axes.imshow(table, aspect="auto", cmap="cividis", interpolation="nearest")
             figure.colorbar(image, ax=axes, label="Accuracy (%)")
             thin(axes.set_xticks, [str(round) for round in evaluated], 15)
-            thin(axes.set_yticks, names, 40)
+            thin(axes.set_yticks, names, 25)
     return figure
 
 
@@ -101,8 +102,10 @@ def add_legend(figure: Figure, groups: Sequence[Family]) -> None:
     ]
     if handles:
         inches = 0.6 + 0.09 * max(len(group.title) for group in groups)  # of one entry
-        columns = max(1, int(figure.get_figwidth() / inches))
-        figure.legend(handles=handles, loc="outside lower left", ncols=min(columns, len(handles)))
+        columns = min(len(handles), max(1, int(figure.get_figwidth() / inches)))
+        lines = -(-len(handles) // columns)
+        figure.set_figheight(figure.get_figheight() + 0.22 * lines)  # the axes keep their height
+        figure.legend(handles=handles, loc="outside lower left", ncols=columns)
 
 
 def draw_curves(axes: Axes, groups: Sequence[Family]) -> None:
@@ -112,8 +115,7 @@ def draw_curves(axes: Axes, groups: Sequence[Family]) -> None:
         for key, line in (("average", "-"), ("worst", "--")):
             table = 100 * np.array([[entry[key] for entry in history] for history in histories])  # (seeds, evaluations)
             mean = table.mean(axis=0)
-            every = max(1, len(rounds) // 12)
-            axes.plot(rounds, mean, line, color=colour(number), marker=marker(number), markersize=4, markevery=every)
+            axes.plot(rounds, mean, line, markersize=4, **dress(number, len(rounds)))
             if len(table) > 1:
                 std = table.std(axis=0, ddof=1)
                 low, high = np.clip([mean - std, mean + std], 0, 100)
@@ -136,7 +138,7 @@ def draw_clients(axes: Axes, groups: Sequence[Family]) -> None:
         )  # seeds may deal out different numbers of clients; equal numbers stay as they are
         ranked = [np.interp(share, np.linspace(0, 1, len(values)), values) for values in accuracies]
         mean = 100 * np.mean(ranked, axis=0)
-        axes.plot(np.arange(1, count + 1), mean, color=colour(number), marker=marker(number), markersize=5, linewidth=1)
+        axes.plot(np.arange(1, count + 1), mean, markersize=5, linewidth=1, **dress(number, count))
     axes.set(title="Clients, worst to best", xlabel="Rank of the client", ylabel="Accuracy in the last round (%)")
     axes.set_xlim(0.5, most + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -179,7 +181,8 @@ def scale_bytes(axes: Axes, totals: Sequence[float]) -> None:
     positive = [total for total in totals if total > 0]
     if positive and min(totals) > 0:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        decades = np.log10(max(positive) / min(positive))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 1.5 else (1.0, 2.0, 5.0), numticks=6))
         axes.set_xlim(min(positive) / 2, max(positive) * 2)
     elif positive:
         threshold = 10 ** np.floor(np.log10(min(positive)))
@@ -221,6 +224,11 @@ def pooled_bins(runs: Sequence[Run]) -> np.ndarray | None:
 def domain_names(groups: Sequence[Family]) -> list[str]:
     """Every domain that was evaluated somewhere, by name."""
     return sorted({name for group in groups for run in group.runs for name in run.summary().get("domains", {})})
+
+
+def dress(number: int, points: int) -> dict[str, Any]:
+    """Colour and markers of a family's line; a long line gets a marker now and then, lest they hide it."""
+    return {"color": colour(number), "marker": marker(number), "markevery": max(1, points // 12)}
 
 
 def thin(set_ticks: Callable[..., object], names: Sequence[str], most: int) -> None:

@@ -62,7 +62,7 @@ def marker(number: int) -> str:
     return MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]
 
 
-def new_figure(width: float = 6.2, height: float = 4.2) -> Figure:
+def new_figure(width: float = 6.2, height: float = 3.9) -> Figure:
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from unit.backbones.naive_vit import naive_run
 from torch import Tensor
+from unit.backbones.naive_vit import naive_run
 
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.tiny import random_vit

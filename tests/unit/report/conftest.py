@@ -1,10 +1,12 @@
 """Real tiny runs, made once, and runs written by hand where a test needs numbers or names no training would give."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedprompt import Experiment
 from fedprompt.config import parse
@@ -37,13 +39,25 @@ def settings(directory: Path, method: str, seed: int, **train: float) -> dict[st
     }
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
     """fedvpt and head_tune, seeds 0 and 1."""
     directory = tmp_path_factory.mktemp("report")
-    made = [
-        Experiment(settings(directory, method, seed)).run() for method in ("fedvpt", "head_tune") for seed in (0, 1)
-    ]
+    with one_thread():
+        made = [
+            Experiment(settings(directory, method, seed)).run() for method in ("fedvpt", "head_tune") for seed in (0, 1)
+        ]
     yield made
     for run in made:
         run.close()
@@ -53,7 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
 def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """fedvpt with seed 2, stopped after the first of two rounds."""
     experiment = Experiment(settings(tmp_path_factory.mktemp("unfinished"), "fedvpt", 2))
-    with pytest.raises(Interrupted):
+    with one_thread(), pytest.raises(Interrupted):
         experiment.run(observer=StopAfterOne())
     run = Run(experiment.config.run_directory)
     yield run
@@ -65,7 +79,7 @@ Write = Callable[..., Run]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Write]:
-    """Write a run file by hand: `write("name", [[9, 5], [8, 6]])` is two rounds, with correct answers of 10 by client."""
+    """A run file by hand: `write("name", [[9, 5], [8, 6]])` is two rounds, with correct answers of 10 by client."""
     made: list[Run] = []
 
     def make(directory: str, correct: list[list[int]], /, clients: list[str] | None = None, **changes: Any) -> Run:

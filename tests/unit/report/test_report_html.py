@@ -7,6 +7,8 @@ from PIL import Image
 
 from fedprompt.errors import RunError
 from fedprompt.report.html import render, write_report
+from fedprompt.report.page import table
+from fedprompt.report.tables import Cell
 
 pytestmark = pytest.mark.unit
 
@@ -113,6 +115,14 @@ def test_hostile_names_are_text_and_not_markup(write):
     assert not page.named("script")
     assert page.text.count(hostile) >= 3  # method, legend, client
     assert name in page.text
+
+
+@pytest.mark.parametrize("bold", [False, True])
+def test_every_cell_of_a_table_is_escaped(bold):
+    cell = Cell("<i>&", bold)
+    markup = table('"<i>', ["<i>"], [[cell, cell]])
+    assert "<i>" not in markup
+    assert markup.count("&lt;i&gt;&amp;") == 2
 
 
 def test_a_report_of_no_runs_is_an_error(tmp_path):

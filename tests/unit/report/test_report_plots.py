@@ -80,7 +80,7 @@ def test_a_run_that_was_not_evaluated_yet_gives_an_empty_picture(draw, write):
 
 
 def test_a_client_name_that_looks_like_mathematics_is_plain_text(write):
-    assert "$\\frac{" in style.svg(plots.client_heatmap(write("a", [[9]], clients=["$\\frac{"])), "x")
+    assert "$\\frac{$" in style.svg(plots.client_heatmap(write("a", [[9]], clients=["$\\frac{$"])), "x")
 
 
 def test_colours_and_markers_do_not_repeat_together_for_forty_methods():
