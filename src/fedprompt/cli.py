@@ -267,10 +267,7 @@ def _print_comparison(runs: list[Any], format: str) -> None:
     else:
         from rich.console import Console
 
-        console = Console()
-        console.print(tables.rich_table(rows))
-        for note in tables.notes(rows):
-            console.print(note)
+        Console().print(tables.rich_table(rows))
 
 
 def _progress() -> Any:
