@@ -65,10 +65,15 @@ class HypernetworkUser(Method):
 
     def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
         own = {name: tensor.detach().requires_grad_() for name, tensor in server.own.items()}
-        pull = torch.stack([
-            (self.generate(own, upload.client) * (upload.tensors["prompt"] - self.generate(server.own, upload.client))).sum()
-            for upload in uploads
-        ]).sum()
+        pull = torch.stack(
+            [
+                (
+                    self.generate(own, upload.client)
+                    * (upload.tensors["prompt"] - self.generate(server.own, upload.client))
+                ).sum()
+                for upload in uploads
+            ]
+        ).sum()
         grads = torch.autograd.grad(pull, list(own.values()))
         moved = {name: (own[name] + self.server_lr * grad).detach() for name, grad in zip(own, grads, strict=True)}
         return replace(server, own=moved)

@@ -45,7 +45,7 @@ class NaiveVPT:
         return list(self.vit.layers if hasattr(self.vit, "layers") else self.vit.encoder.layer)
 
     def cls(self, images: Tensor, prompt: Tensor) -> Tensor:
-        depth, count, width = prompt.shape
+        depth, count, _ = prompt.shape
         hidden = self.vit.embeddings(images)
         batch = len(images)
         for number, layer in enumerate(self.layers()):

@@ -26,7 +26,9 @@ def experiment(settings: Mapping[str, Any], method: Method | None = None) -> Exp
     return made
 
 
-def run(settings: Mapping[str, Any], method: Method | None = None, observer: Observer | None = None, resume: bool = False) -> Run:
+def run(
+    settings: Mapping[str, Any], method: Method | None = None, observer: Observer | None = None, resume: bool = False
+) -> Run:
     return experiment(settings, method).run(resume=resume, observer=observer)
 
 

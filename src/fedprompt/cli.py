@@ -22,7 +22,9 @@ app = typer.Typer(
 )
 
 ConfigPath = Annotated[Path, typer.Argument(help="A YAML file, such as configs/demo.yaml.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, such as train.lr=0.1 method=head_tune.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to change, such as train.lr=0.1 method=head_tune.")
+]
 Seeds = Annotated[list[str] | None, typer.Option("--seed", help="Seeds to run: --seed 0 --seed 1, or --seed 0,1,2.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 Runs = Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")]
@@ -48,7 +50,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -57,7 +61,9 @@ def _root(
 def run(
     config: ConfigPath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue runs that were stopped; finished ones are kept.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue runs that were stopped; finished ones are kept.")
+    ] = False,
     seed: Seeds = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")] = False,
     as_json: AsJson = False,
@@ -98,7 +104,9 @@ def compare(
 @app.command()
 def report(
     runs: Runs,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for report.html and report.png.")] = Path("runs"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for report.html and report.png.")] = Path(
+        "runs"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page and a picture."""
@@ -121,12 +129,14 @@ def validate(config: ConfigPath, overrides: Overrides = None, seed: Seeds = None
 
 
 @app.command()
-def methods(name: Annotated[str | None, typer.Argument(help="Show the settings of one.")] = None, as_json: AsJson = False) -> None:
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Show the settings of one.")] = None, as_json: AsJson = False
+) -> None:
     """Methods and variants that are registered, here or by other packages."""
     from fedprompt import registry
 
     tables = {"method": registry.methods(), "variant": registry.variants()}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"kind": kind, "name": key, "about": (cls.__doc__ or "").split("\n")[0], "settings": registry.describe(cls)}
         for kind, table in tables.items()
         for key, cls in table.items()
@@ -181,7 +191,7 @@ def partition(
         manifest.save(save)
     if picture is not None:
         manifest.picture(source.labels, picture)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "client": client.name,
             "train": len(client.train),
@@ -193,14 +203,15 @@ def partition(
     lines = [f"{len(rows)} clients, checksum {manifest.checksum}"]
     if show:
         for row in rows:
-            counts = "  ".join(f"{name} {count}" for name, count in row["classes"].items())  # type: ignore[attr-defined]
+            counts = "  ".join(f"{name} {count}" for name, count in row["classes"].items())
             lines.append(f"{row['client']:16} train {row['train']:5} test {row['test']:5}  {counts}")
     _emit({"checksum": manifest.checksum, "clients": rows}, as_json, "\n".join(lines))
 
 
 @app.command()
 def assets(
-    name: Annotated[str | None, typer.Argument(help="Fetch this one; `all` for every one.")] = None, as_json: AsJson = False
+    name: Annotated[str | None, typer.Argument(help="Fetch this one; `all` for every one.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """The weights and images of the embedded default: what is in the cache, and how to get the rest."""
     from fedprompt.assets import cache_directory
@@ -247,7 +258,11 @@ def _open_runs(paths: list[Path]) -> list[Any]:
 
     found = []
     for path in paths:
-        inside = [path] if (path / FILE).exists() or path.suffix == ".db" else sorted(each.parent for each in path.glob(f"*/{FILE}"))
+        inside = (
+            [path]
+            if (path / FILE).exists() or path.suffix == ".db"
+            else sorted(each.parent for each in path.glob(f"*/{FILE}"))
+        )
         if not inside:
             raise RunError(f"run: {str(path)!r} must be a run directory or hold some, but there is no {FILE}")
         found += [Run(each) for each in inside]

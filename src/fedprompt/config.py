@@ -269,8 +269,8 @@ def _set(values: dict[str, Any], path: list[str], value: Any, key: str) -> None:
 
 def expand(values: Mapping[str, Any], seeds: Iterable[int] = ()) -> list[dict[str, Any]]:
     """One mapping per run: the product of the lists under `sweep`, for every seed."""
-    values = deepcopy(dict(values))
-    axes = values.pop("sweep", None) or {}
+    base = deepcopy(dict(values))
+    axes = base.pop("sweep", None) or {}
     if not isinstance(axes, dict) or not all(isinstance(choices, list) and choices for choices in axes.values()):
         raise ConfigError(f"sweep must map settings to lists of values, got {axes!r}")
     seeds = list(seeds)
@@ -278,7 +278,7 @@ def expand(values: Mapping[str, Any], seeds: Iterable[int] = ()) -> list[dict[st
         axes["seed"] = seeds
     runs = []
     for choice in itertools.product(*axes.values()):
-        run = deepcopy(values)
+        run = deepcopy(base)
         for key, value in zip(axes, choice, strict=True):
             if key in ("method", "variant") and isinstance(value, str):
                 value = {"name": value}

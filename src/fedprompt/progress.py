@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedprompt.config import Config
+from fedprompt.engines.client import Reply
 from fedprompt.federation.rounds import Observer
 from fedprompt.federation.store import RoundRecord
 
@@ -20,16 +20,17 @@ from fedprompt.federation.store import RoundRecord
 class LiveProgress(Observer):
     """Round, cohort, loss, Average, Worst Local and the time that is left."""
 
-    def __init__(self, console: Console, client_names: Sequence[str] = ()) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._names = client_names
+        self._names: Sequence[str] = ()
         self._live: Live | None = None
         self._values: dict[str, str] = {}
         self._begin = time.perf_counter()
         self._first = self._done = self._rounds = 0
         self._label = ""
 
-    def started(self, config: Config, rounds_done: int) -> None:
+    def started(self, config: Config, client_names: Sequence[str], rounds_done: int) -> None:
+        self._names = client_names
         self._label, self._rounds = f"{config.label} · seed {config.seed}", config.federation.rounds
         self._first = self._done = rounds_done
         self._begin = time.perf_counter()
@@ -40,13 +41,14 @@ class LiveProgress(Observer):
             self._live.start()
 
     def cohort(self, round: int, clients: Sequence[int]) -> None:
-        names = [self._names[client] if self._names else str(client) for client in clients]
+        names = [self._names[client] for client in clients]
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         self._show(round=f"{round}/{self._rounds}", cohort=shown, doing="training")
 
-    def trained(self, round: int, reply: Any) -> None:
-        name = self._names[reply.client] if self._names else reply.client
-        self._show(doing=f"trained {name}", loss="-" if reply.loss is None else f"{reply.loss:.4f}")
+    def trained(self, round: int, reply: Reply) -> None:
+        self._show(
+            doing=f"trained {self._names[reply.client]}", loss="-" if reply.loss is None else f"{reply.loss:.4f}"
+        )
 
     def evaluated(self, round: int, done: int, of: int) -> None:
         self._show(doing=f"evaluated {done}/{of} clients")
@@ -60,7 +62,9 @@ class LiveProgress(Observer):
         self._show(**values)
         if self._live is None:
             figures = "  ".join(f"{key} {value}" for key, value in values.items())
-            self._console.print(f"  round {record.round}/{self._rounds}  cohort of {len(record.cohort)}  {figures}", highlight=False)
+            self._console.print(
+                f"  round {record.round}/{self._rounds}  cohort of {len(record.cohort)}  {figures}", highlight=False
+            )
 
     def finished(self) -> None:
         self.stop()

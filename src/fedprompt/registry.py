@@ -117,7 +117,10 @@ def _settings_model(cls: type[Method], fields: set[str]) -> type[Section]:
     definitions: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         if field.name in fields:
-            definitions[field.name] = (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
+            definitions[field.name] = (
+                hints[field.name],
+                ... if field.default is dataclasses.MISSING else field.default,
+            )
     return create_model(f"{cls.__name__}Settings", __base__=Section, **definitions)
 
 

@@ -49,9 +49,9 @@ class Roles:
     stat: dict[str, Statistic] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        groups = {"shared": self.shared, "local": self.local, "server": self.server, "stat": self.stat}
-        for (role, names), (other, others) in combinations(groups.items(), 2):
-            twice = sorted(set(names) & set(others))
+        names = {role: set(getattr(self, role)) for role in ("shared", "local", "server", "stat")}
+        for role, other in combinations(names, 2):
+            twice = sorted(names[role] & names[other])
             if twice:
                 raise ContractError(f"tensor {twice[0]!r} must have one role, got {role} and {other}")
         for name, statistic in self.stat.items():

@@ -25,7 +25,9 @@ def call(tmp_path: Path) -> Call:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "FEDPROMPT_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"}
         command = [sys.executable, "-m", "fedprompt.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False)
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False
+        )
 
     return run
 
@@ -126,9 +128,13 @@ def test_a_partition_is_saved_edited_and_given_back(call: Call, config: Any, tmp
     text = json.loads((tmp_path / "who.json").read_text())
     dropped = text["clients"].pop()
     (tmp_path / "who.json").write_text(json.dumps(text))
-    done = call("run", path, "partition.scheme=manifest", "partition.manifest=who.json", "partition.clients=3", "--json")
+    done = call(
+        "run", path, "partition.scheme=manifest", "partition.manifest=who.json", "partition.clients=3", "--json"
+    )
     assert done.returncode == 0, done.stderr
-    listed = call("partition", path, "partition.scheme=manifest", "partition.manifest=who.json", "partition.clients=3", "--json")
+    listed = call(
+        "partition", path, "partition.scheme=manifest", "partition.manifest=who.json", "partition.clients=3", "--json"
+    )
     names = [client["client"] for client in json.loads(listed.stdout)["clients"]]
     assert len(names) == 3
     assert dropped["name"] not in names
@@ -163,7 +169,9 @@ def test_validate_prints_a_hash_for_each_run(call: Call, config: Any) -> None:
         (["train.lr=1e30"], 8, "must be finite"),
     ],
 )
-def test_bad_input_is_told_by_field_rule_and_value(call: Call, config: Any, arguments: list[str], code: int, message: str) -> None:
+def test_bad_input_is_told_by_field_rule_and_value(
+    call: Call, config: Any, arguments: list[str], code: int, message: str
+) -> None:
     done = call("run", config(), *arguments)
     assert message in done.stderr, done.stderr
     assert done.returncode == code
@@ -180,7 +188,9 @@ def test_one_client_is_a_federation(call: Call, config: Any) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_mistake_in_the_last_run_of_a_sweep_shows_before_the_first_one_starts(call: Call, config: Any, tmp_path: Path) -> None:
+def test_a_mistake_in_the_last_run_of_a_sweep_shows_before_the_first_one_starts(
+    call: Call, config: Any, tmp_path: Path
+) -> None:
     done = call("run", config(sweep={"method": ["head_tune", {"name": "fedvpt", "head": "nobody's"}]}))
     assert done.returncode == 2
     assert not (tmp_path / "runs").exists()
@@ -188,7 +198,10 @@ def test_a_mistake_in_the_last_run_of_a_sweep_shows_before_the_first_one_starts(
 
 def test_a_disk_that_fills_up_leaves_the_finished_rounds(call: Call, config: Any, tmp_path: Path) -> None:
     """A limit on the size of files stands in for a full disk."""
-    path = config(method={"name": "fedvpt", "prompt_tokens": 200}, federation={"rounds": 200, "evaluate_every": 100, "evaluate_last": 0})
+    path = config(
+        method={"name": "fedvpt", "prompt_tokens": 200},
+        federation={"rounds": 200, "evaluate_every": 100, "evaluate_last": 0},
+    )
     code = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
@@ -198,7 +211,13 @@ def test_a_disk_that_fills_up_leaves_the_finished_rounds(call: Call, config: Any
     )
     environment = {**os.environ, "FEDPROMPT_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 7, done.stderr
     assert "output.directory must be writable and have room" in done.stderr

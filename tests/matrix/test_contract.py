@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from hard_users import HARD_USERS
-from support import Backwards, StopAfter, Stopped, content, experiment, local_tensors, run, server_tensors, shared_tensors
+from support import (
+    Backwards,
+    StopAfter,
+    Stopped,
+    content,
+    experiment,
+    local_tensors,
+    run,
+    server_tensors,
+    shared_tensors,
+)
 from torch import Tensor
 
 import fedprompt.experiment
@@ -136,7 +146,9 @@ def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRu
     source, manifest, backbone, world = made.prepare()
     server = fedprompt.method.Server(world.roles.shared, world.roles.server)
     bank = ImageBank(source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone)
-    runtime = ClientRuntime(made.config, world, method, backbone, bank, ClientStates(lambda client: None), source.domain_names)
+    runtime = ClientRuntime(
+        made.config, world, method, backbone, bank, ClientStates(lambda client: None), source.domain_names
+    )
     if world.roles.statistics("start"):
         replies = [runtime.survey(client, method.download(world, server, client)) for client in range(world.clients)]
         uploads = [fedprompt.method.Upload(reply.client, reply.upload, 0.25) for reply in replies]
@@ -147,15 +159,23 @@ def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRu
         who = runtime._client(client, 1)
         begun = method.begin(world, who, method.download(world, server, client), method.enrol(world, who))
         # heads start at zero, behind which nothing has a gradient
-        params.append({
-            name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) if "head" in name else tensor
-            for name, tensor in begun.items()
-        })
+        params.append(
+            {
+                name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) if "head" in name else tensor
+                for name, tensor in begun.items()
+            }
+        )
     return world, backbone, runtime, params
 
 
 def _folded_losses(
-    step: Method, world: World, backbone: ViT, params: Tensors, batches: list[Batch], noises: list[Tensors], tokens: list[Tensor]
+    step: Method,
+    world: World,
+    backbone: ViT,
+    params: Tensors,
+    batches: list[Batch],
+    noises: list[Tensors],
+    tokens: list[Tensor],
 ) -> Tensor:
     labels = torch.stack([batch.labels for batch in batches])
     features = {name: torch.stack([batch.features[name] for batch in batches]) for name in batches[0].features}
@@ -182,7 +202,9 @@ def _folded_losses(
     seen = backbone.run(images.flatten(0, 1), vision, step.reads)
     seen = {name: value.unflatten(0, (clients, plan.repeat * size)) for name, value in seen.items()}
 
-    def answer(params: Tensors, seen: Tensors, extra: Tensors, labels: Tensor, features: Tensors, noise: Tensors) -> Tensor:
+    def answer(
+        params: Tensors, seen: Tensors, extra: Tensors, labels: Tensor, features: Tensors, noise: Tensors
+    ) -> Tensor:
         batch, looked = Batch(labels, features), Seen(**seen, extra=extra)
         logits = step.logits(world, params, looked, batch, noise)
         return step.loss(world, params, logits, looked, batch, noise)

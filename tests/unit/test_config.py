@@ -26,7 +26,10 @@ pytestmark = pytest.mark.unit
         ({"train": {"momentum": 1.0}}, "train.momentum must be less than 1, got 1.0"),
         ({"seed": -1}, "seed must be greater than or equal to 0, got -1"),
         ({"name": "../escape"}, "name must"),
-        ({"backbone": {"dtype": "float16"}}, "backbone.dtype must be 'float32', 'bfloat16' or 'float64', got 'float16'"),
+        (
+            {"backbone": {"dtype": "float16"}},
+            "backbone.dtype must be 'float32', 'bfloat16' or 'float64', got 'float16'",
+        ),
         ({"partition": {"alpha": float("inf")}}, "partition.alpha must"),
     ],
 )
@@ -56,7 +59,10 @@ def test_the_text_false_is_not_a_boolean() -> None:
 
 
 def test_the_hash_does_not_depend_on_where_a_run_is_written() -> None:
-    here, there = config.parse({"output": {"directory": "a"}}), config.parse({"output": {"directory": "b"}, "name": "other"})
+    here, there = (
+        config.parse({"output": {"directory": "a"}}),
+        config.parse({"output": {"directory": "b"}, "name": "other"}),
+    )
     assert here.digest() == there.digest()
 
 
@@ -78,11 +84,17 @@ def test_overrides_are_yaml_and_reach_into_sections(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("train: {lr: 0.1}\n")
     (made,) = config.load(path, ["train.lr=0.5", "method=head_tune", "method.head=local", "train.lrs.prompt=2"])
-    assert (made.train.lr, made.method, made.train.lrs) == (0.5, {"name": "head_tune", "head": "local"}, {"prompt": 2.0})
+    assert (made.train.lr, made.method, made.train.lrs) == (
+        0.5,
+        {"name": "head_tune", "head": "local"},
+        {"prompt": 2.0},
+    )
     assert made.name == "x"
 
 
-@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("2E5", 2e5), ("1.5e+2", 150.0), (".5e1", 5.0), ("3", 3.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("2E5", 2e5), ("1.5e+2", 150.0), (".5e1", 5.0), ("3", 3.0)]
+)
 def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(f"train: {{weight_decay: {text}}}\n")
@@ -110,7 +122,9 @@ def test_a_sweep_is_the_product_of_its_lists_and_the_seeds(tmp_path: Path) -> No
 
 def test_runs_of_a_sweep_never_share_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text("sweep: {method: [{name: fedvpt, head: local}, {name: fedvpt, head: shared}, local], train.lr: [0.1, 0.2]}\n")
+    path.write_text(
+        "sweep: {method: [{name: fedvpt, head: local}, {name: fedvpt, head: shared}, local], train.lr: [0.1, 0.2]}\n"
+    )
     names = [made.run_name for made in config.load(path)]
     assert len(set(names)) == 6
     assert "x-headlocal-lr0.1-fedvpt-seed0" in names

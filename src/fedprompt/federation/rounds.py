@@ -35,7 +35,7 @@ class Engine(Protocol):
 class Observer:
     """Told what happens while it happens. This one does nothing; the command line's draws progress."""
 
-    def started(self, config: Config, rounds_done: int) -> None: ...
+    def started(self, config: Config, client_names: Sequence[str], rounds_done: int) -> None: ...
     def cohort(self, round: int, clients: Sequence[int]) -> None: ...
     def trained(self, round: int, reply: Reply) -> None: ...
     def evaluated(self, round: int, done: int, of: int) -> None: ...
@@ -74,7 +74,7 @@ class Federation:
         """Every round that is still missing."""
         settings = self.config.federation
         server = self._load() or self._start()
-        self.observer.started(self.config, server.round)
+        self.observer.started(self.config, self.world.client_names, server.round)
         for round in range(server.round + 1, settings.rounds + 1):
             server = self._round(server, round)
         self.observer.finished()

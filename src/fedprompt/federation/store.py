@@ -90,7 +90,7 @@ class RunReader:
         return {client: json.loads(result) for client, result in rows}
 
     def server_state(self) -> tuple[int, bytes, bytes] | None:
-        return self._connection.execute("SELECT round, shared, own FROM server_state").fetchone()  # type: ignore[no-any-return]
+        return self._connection.execute("SELECT round, shared, own FROM server_state").fetchone()
 
     def client_state(self, client: int) -> bytes | None:
         row = self._connection.execute("SELECT tensors FROM client_states WHERE client = ?", (client,)).fetchone()

@@ -1,7 +1,7 @@
 """Tensors as bytes, and the audit that every message passes.
 
-A method that breaks its own declaration is stopped here: what is local stays local, what is the server's stays there, and statistics made from
-too few images do not leave the client.
+A method that breaks its own declaration is stopped here: what is local stays local, what is the server's stays there,
+and statistics made from too few images do not leave the client.
 """
 
 from __future__ import annotations

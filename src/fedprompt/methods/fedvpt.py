@@ -1,7 +1,7 @@
 """FedVPT and FedVPT-D: visual prompt tuning (Jia et al., 2022) with federated averaging of the prompts.
 
-Tokens P in R^{depth x K x d} enter behind the CLS token of the frozen ViT; client k minimises CE(head_k(CLS)) over P and its head. The server
-averages P by sample count; the head is the client's own, or shared and averaged too.
+Tokens P in R^{depth x K x d} enter behind the CLS token of the frozen ViT; client k minimises CE(head_k(CLS)) over P and
+its head. The server averages P by sample count; the head is the client's own, or shared and averaged too.
 
 - `fedvpt` (shallow): K tokens before block 1, whose outputs travel through all blocks.
 - `fedvpt_deep`: before each block the K prompt outputs of the block before are thrown away and replaced by fresh parameters.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.method import World
+from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.prompts.heads import NAMES
 from fedprompt.registry import register
 from fedprompt.roles import Roles

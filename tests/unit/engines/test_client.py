@@ -56,7 +56,9 @@ def test_the_cosine_starts_full_and_is_half_in_the_middle() -> None:
     assert learning_rate(train, "x", 10, 10) == pytest.approx(1 + math.cos(math.pi * 0.9))
 
 
-@pytest.mark.parametrize(("clients", "fraction", "count"), [(10, 0.25, 3), (10, 0.05, 1), (3, 0.01, 1), (100, 0.05, 5), (4, 1.0, 4)])
+@pytest.mark.parametrize(
+    ("clients", "fraction", "count"), [(10, 0.25, 3), (10, 0.05, 1), (3, 0.01, 1), (100, 0.05, 5), (4, 1.0, 4)]
+)
 def test_a_cohort_has_the_asked_share_and_at_least_one_client(clients: int, fraction: float, count: int) -> None:
     cohort = sample_cohort(0, 1, clients, fraction)
     assert len(cohort) == len(set(cohort)) == count
@@ -70,7 +72,9 @@ def test_cohorts_change_from_round_to_round_and_reach_everybody() -> None:
 
 
 def test_evaluation_happens_every_k_rounds_and_in_the_last_n(settings: Any) -> None:
-    done = run(settings(federation={"rounds": 9, "evaluate_every": 4, "evaluate_last": 2}, method={"name": "head_tune"}))
+    done = run(
+        settings(federation={"rounds": 9, "evaluate_every": 4, "evaluate_last": 2}, method={"name": "head_tune"})
+    )
     assert [entry["round"] for entry in done.history()] == [4, 8, 9]
     assert is_evaluated(5, done.config.federation.model_copy(update={"rounds": 5, "evaluate_last": 0}))
 
@@ -79,7 +83,9 @@ def test_the_point_of_evaluation_matters(settings: Any) -> None:
     found = {}
     for point in ("personalised", "global", "after_local"):
         federation = {"rounds": 2, "evaluate_at": point}
-        found[point] = run(settings(name=point, federation=federation, train={"lr": 0.05, "momentum": 0.0, "epochs": 5})).summary()
+        found[point] = run(
+            settings(name=point, federation=federation, train={"lr": 0.05, "momentum": 0.0, "epochs": 5})
+        ).summary()
     chance = math.log(5)
     assert found["global"]["nll"] == pytest.approx(chance, abs=1e-6), "a client without its own head knows nothing"
     assert found["personalised"]["nll"] < chance - 0.01
@@ -88,7 +94,8 @@ def test_the_point_of_evaluation_matters(settings: Any) -> None:
 
 def test_evaluation_after_local_training_keeps_nothing_of_it(settings: Any) -> None:
     plain, after = (
-        run(settings(name=point, federation={"rounds": 2, "evaluate_at": point})) for point in ("personalised", "after_local")
+        run(settings(name=point, federation={"rounds": 2, "evaluate_at": point}))
+        for point in ("personalised", "after_local")
     )
     assert torch.equal(shared_tensors(plain)["prompt"], shared_tensors(after)["prompt"])
     assert torch.equal(local_tensors(plain, 1)["head.weight"], local_tensors(after, 1)["head.weight"])

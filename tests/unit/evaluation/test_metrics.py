@@ -53,7 +53,9 @@ def test_calibration_error_by_hand() -> None:
 
 def test_the_summary_of_a_run_averages_the_last_rounds_after_taking_each_minimum() -> None:
     base = summarise([result(10, 5)])
-    rounds = [{**base, "round": r, "average": a, "worst": w} for r, a, w in [(1, 0.9, 0.1), (2, 0.5, 0.4), (3, 0.7, 0.2)]]
+    rounds = [
+        {**base, "round": r, "average": a, "worst": w} for r, a, w in [(1, 0.9, 0.1), (2, 0.5, 0.4), (3, 0.7, 0.2)]
+    ]
     found = conclude(rounds, last=2)
     assert (found["average"], found["worst"]) == (pytest.approx(0.6), pytest.approx(0.3))
     assert (found["best_average"], found["best_round"], found["final_average"]) == (0.9, 1, 0.7)

@@ -40,7 +40,13 @@ def test_the_mean_of_equal_tensors_is_that_tensor(values: list[int], seed: int) 
 @given(sizes.filter(lambda v: len(v) > 1), some.randoms())
 def test_the_order_of_clients_does_not_matter(values: list[int], random: object) -> None:
     generator = torch.Generator().manual_seed(len(values))
-    pairs = list(zip([{"x": torch.randn(4, generator=generator)} for _ in values], shares([float(v) for v in values]), strict=True))
+    pairs = list(
+        zip(
+            [{"x": torch.randn(4, generator=generator)} for _ in values],
+            shares([float(v) for v in values]),
+            strict=True,
+        )
+    )
     mixed = list(pairs)
     random.shuffle(mixed)  # type: ignore[attr-defined]
     first = weighted_mean([t for t, _ in pairs], [w for _, w in pairs])

@@ -15,7 +15,11 @@ ROLES = Roles(
     shared={"prompt": torch.zeros(2, 3)},
     local={"head": torch.zeros(3)},
     server={"generator": torch.zeros(4)},
-    stat={"sums": Statistic((2, 3), count="counts", minimum=3), "counts": Statistic((2,)), "early": Statistic((1,), "start")},
+    stat={
+        "sums": Statistic((2, 3), count="counts", minimum=3),
+        "counts": Statistic((2,)),
+        "early": Statistic((1,), "start"),
+    },
 )
 GOOD = {"prompt": torch.ones(2, 3), "sums": torch.ones(2, 3), "counts": torch.tensor([3.0, 5.0])}
 
@@ -32,7 +36,10 @@ def test_an_upload_as_declared_passes() -> None:
         ({"extra": torch.zeros(1)}, "'extra' was not declared"),
         ({"early": torch.zeros(1)}, "'early' was not declared"),
         ({"prompt": torch.ones(3, 2)}, r"'prompt' must have shape \(2, 3\), got \(3, 2\)"),
-        ({"prompt": torch.ones(2, 3, dtype=torch.float64)}, "'prompt' must have dtype torch.float32, got torch.float64"),
+        (
+            {"prompt": torch.ones(2, 3, dtype=torch.float64)},
+            "'prompt' must have dtype torch.float32, got torch.float64",
+        ),
         ({"counts": torch.tensor([2.0, 5.0])}, "'sums' must hold only rows of at least 3 images"),
     ],
 )
@@ -48,7 +55,7 @@ def test_a_missing_tensor_is_an_error() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_values_that_are_not_finite_are_an_error(value: float) -> None:
-    with pytest.raises(DivergenceError, match="client 'a'.*'prompt' must be finite"):
+    with pytest.raises(DivergenceError, match=r"client 'a'.*'prompt' must be finite"):
         wire.audit_upload({**GOOD, "prompt": torch.full((2, 3), value)}, ROLES, "a")
 
 
@@ -92,4 +99,6 @@ def test_damaged_bytes_are_told() -> None:
 
 
 def test_the_size_counts_values() -> None:
-    assert wire.size_in_bytes({"a": torch.zeros(10, 768), "b": torch.zeros(2, dtype=torch.float64)}) == 10 * 768 * 4 + 16
+    assert (
+        wire.size_in_bytes({"a": torch.zeros(10, 768), "b": torch.zeros(2, dtype=torch.float64)}) == 10 * 768 * 4 + 16
+    )

@@ -51,16 +51,18 @@ def orders(seed: int, round: int, client: int, size: int) -> Iterator[torch.Tens
 def test_two_rounds_equal_the_naive_implementation(vit_settings: Any, folder: Path, method: str, head: str) -> None:
     from transformers import ViTModel
 
-    values = vit_settings(method={"name": method, "head": head, "prompt_tokens": 3}, federation={"rounds": 2, "fraction": 0.5})
+    values = vit_settings(
+        method={"name": method, "head": head, "prompt_tokens": 3}, federation={"rounds": 2, "fraction": 0.5}
+    )
     made = experiment(values)
-    source, manifest, backbone, world = made.prepare()
+    source, manifest, _, world = made.prepare()
     done = run(values)
 
     naive = NaiveVPT(ViTModel.from_pretrained(folder, add_pooling_layer=False).eval())
     store = ImageStore(source, 16, "squash", made.cache)
     start = {**world.roles.shared, **world.roles.local}
     prompt, weight, bias = start["prompt"], start["head.weight"], start["head.bias"]
-    heads = {client: (weight, bias) for client in range(world.clients)}
+    heads = dict.fromkeys(range(world.clients), (weight, bias))
     for round in (1, 2):
         cohort = sample_cohort(0, round, world.clients, 0.5)
         results = []
@@ -105,7 +107,9 @@ def test_the_gradient_of_a_step_equals_the_naive_one(vit_settings: Any, folder: 
     found = torch.autograd.grad(loss, list(params.values()))
 
     naive = NaiveVPT(ViTModel.from_pretrained(folder, add_pooling_layer=False).eval())
-    pixels = normalise(images.store.pixels(images.indices[:10]), (0.5,) * 3, (0.5,) * 3, torch.float32, torch.device("cpu"))
+    pixels = normalise(
+        images.store.pixels(images.indices[:10]), (0.5,) * 3, (0.5,) * 3, torch.float32, torch.device("cpu")
+    )
     logits = naive.cls(pixels, params["prompt"]) @ params["head.weight"].T + params["head.bias"]
     expected_loss = torch.nn.functional.cross_entropy(logits, images.labels[:10])
     expected = torch.autograd.grad(expected_loss, list(params.values()))
@@ -124,7 +128,11 @@ def test_without_prompt_tokens_the_features_are_those_of_transformers(vit_settin
     given = made.method.prompts(world, world.roles.shared, None, {})  # type: ignore[arg-type]
     vit = ViTModel.from_pretrained(folder, add_pooling_layer=False).eval()
     images = normalise(
-        bank.images(0, "train").store.pixels(manifest.clients[0].train[:5]), (0.5,) * 3, (0.5,) * 3, torch.float32, torch.device("cpu")
+        bank.images(0, "train").store.pixels(manifest.clients[0].train[:5]),
+        (0.5,) * 3,
+        (0.5,) * 3,
+        torch.float32,
+        torch.device("cpu"),
     )
     with torch.no_grad():
         expected = vit(images).last_hidden_state[:, 0]
@@ -151,7 +159,9 @@ def test_a_federation_of_one_client_is_centralised_training_bit_for_bit(settings
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
             loss = step_loss(made.method, world, leaves, images, positions, {})
             grads = torch.autograd.grad(loss, list(leaves.values()))
-            params = {name: (params[name] - 0.05 * (g + 0.0 * params[name])) for name, g in zip(leaves, grads, strict=True)}
+            params = {
+                name: (params[name] - 0.05 * (g + 0.0 * params[name])) for name, g in zip(leaves, grads, strict=True)
+            }
     assert worst_difference(shared_tensors(run(values)), params) == 0.0
 
 

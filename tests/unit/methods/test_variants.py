@@ -48,7 +48,9 @@ def test_fedprox_keeps_clients_closer_to_what_they_received(plain: Any) -> None:
     one = {"federation": {"rounds": 1}, "train": {"lr": 0.1}}
     start = run(plain("zero", train={"lr": 0.0}, federation={"rounds": 1}))
     distances = [
-        worst_difference(shared_tensors(run(plain(f"mu{mu}", {"name": "fedprox", "mu": mu}, **one))), shared_tensors(start))
+        worst_difference(
+            shared_tensors(run(plain(f"mu{mu}", {"name": "fedprox", "mu": mu}, **one))), shared_tensors(start)
+        )
         for mu in (0.0, 1.0, 5.0)
     ]
     assert distances[0] > distances[1] > distances[2]
@@ -61,7 +63,9 @@ def test_the_first_round_of_scaffold_is_federated_averaging(plain: Any) -> None:
 
 
 def test_later_rounds_of_scaffold_differ_from_federated_averaging(plain: Any) -> None:
-    assert worst_difference(shared_tensors(run(plain("a", {"name": "scaffold"}))), shared_tensors(run(plain("b")))) > 1e-5
+    assert (
+        worst_difference(shared_tensors(run(plain("a", {"name": "scaffold"}))), shared_tensors(run(plain("b")))) > 1e-5
+    )
 
 
 def test_the_server_control_is_the_mean_of_the_clients_under_full_participation(plain: Any) -> None:
@@ -124,7 +128,9 @@ def test_fedrep_without_head_epochs_is_federated_averaging_with_the_head_at_rest
 
 
 def test_fedrep_trains_the_head_with_the_prompts_fixed_and_then_the_prompts_with_the_head_fixed(plain: Any) -> None:
-    head_only = run(plain("a", {"name": "fedrep", "head_epochs": 2}, train={"lrs": {"prompt": 0.0}}, federation={"rounds": 1}))
+    head_only = run(
+        plain("a", {"name": "fedrep", "head_epochs": 2}, train={"lrs": {"prompt": 0.0}}, federation={"rounds": 1})
+    )
     both = run(plain("b", {"name": "fedrep", "head_epochs": 2}, federation={"rounds": 1}))
     assert worst_difference(local_tensors(head_only, 0), local_tensors(both, 0)) == 0.0
     assert worst_difference(shared_tensors(head_only), shared_tensors(both)) > 1e-5
@@ -171,9 +177,18 @@ def test_a_strong_pull_brings_the_personal_copy_to_what_was_received(plain: Any)
     """With lr * lambda = 1 a step lands on the received tensor but for one gradient: the gap shrinks with the rate."""
     gaps = []
     for rate in (0.1, 0.01, 0.001):
-        done = run(plain(f"lr{rate}", {"name": "ditto", "lam": 1 / rate}, train={"lr": rate, "epochs": 1}, federation={"rounds": 1}))
+        done = run(
+            plain(
+                f"lr{rate}",
+                {"name": "ditto", "lam": 1 / rate},
+                train={"lr": rate, "epochs": 1},
+                federation={"rounds": 1},
+            )
+        )
         start = run(plain(f"zero{rate}", train={"lr": 0.0}, federation={"rounds": 1}))
-        gaps.append(float((local_tensors(done, 0)["ditto.personal.prompt"] - shared_tensors(start)["prompt"]).abs().max()))
+        gaps.append(
+            float((local_tensors(done, 0)["ditto.personal.prompt"] - shared_tensors(start)["prompt"]).abs().max())
+        )
     assert gaps[0] > gaps[1] > gaps[2]
     assert gaps[2] < 1e-4
 

@@ -15,7 +15,6 @@ from fedprompt.method import Batch, Client, Combine, Method, Progress, Prompts, 
 from fedprompt.prompts import heads
 from fedprompt.roles import Roles, Tensors
 
-
 Named = TypeVar("Named")
 
 

@@ -1,7 +1,7 @@
 """FedBABU (Oh et al., 2022): one random head for all clients that is never updated while the rest is federated.
 
-Before an evaluation each client tunes the head for a few epochs on a copy that is then thrown away. The head starts at random: behind a zero
-head no gradient would reach the prompts.
+Before an evaluation each client tunes the head for a few epochs on a copy that is then thrown away. The head starts at
+random: behind a zero head no gradient would reach the prompts.
 """
 
 from __future__ import annotations

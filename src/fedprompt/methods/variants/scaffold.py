@@ -4,8 +4,9 @@
     after K steps  c_k+ = c_k - c + (x - y) / (K eta)        K eta: the sum of the step sizes actually taken
     server         x <- x + eta_s (mean(y) - x),   c <- c + (1/N) sum_k (c_k+ - c_k)   over the participants, N all clients
 
-c and c_k start at zero, so the first round is federated averaging. The correction is the gradient of <c - c_k, y>, added to the loss: the loss
-that is reported contains it. The formula for c_k+ holds for plain SGD only, so momentum and gradient clipping are refused.
+c and c_k start at zero, so the first round is federated averaging. The correction is the gradient of <c - c_k, y>, added
+to the loss: the loss that is reported contains it. The formula for c_k+ holds for plain SGD only, so momentum and gradient
+clipping are refused.
 """
 
 from __future__ import annotations
