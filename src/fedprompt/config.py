@@ -1,7 +1,7 @@
 """The settings of an experiment: pydantic models, YAML files, `key=value` overrides and a stable hash.
 
 This module must stay free of torch: the command line validates and prints configs without it. A method's own settings are the fields of its
-dataclass; `fedprompt.registry.build_method` checks them.
+dataclass; `fedprompt.registry.build` checks them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fedprompt.errors import ConfigError
 
@@ -28,7 +28,14 @@ Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number, which YAML 1.1 reads as text."""
+    """YAML as people write it: `1e-3` is a number, which YAML 1.1 reads as text, and a key stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{key!r} is given twice")
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -91,7 +98,7 @@ class BackboneConfig(Section):
         None  #: refuse a weight file with another checksum
     )
     revision: str | None = None  #: of a hub id
-    device: str = "cpu"
+    device: Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")] = "cpu"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
 
 
@@ -144,6 +151,15 @@ class Config(Section):
     federation: FederationConfig = FederationConfig()
     output: OutputConfig = OutputConfig()
 
+    @field_validator("method", "variant", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        """`method: fedvpt` is short for `method: {name: fedvpt}`."""
+        value = {"name": value} if isinstance(value, str) else value
+        if isinstance(value, dict) and not isinstance(value.get("name"), str):
+            raise ValueError("have a name")
+        return value
+
     def digest(self) -> str:
         """The identity of what is computed: equal digests must give equal results."""
         return _digest(self.model_dump(mode="json", exclude={"output", "name"}))
@@ -182,7 +198,22 @@ def load(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] =
     if not isinstance(raw, dict):
         raise ConfigError(f"config: {str(path)!r} must hold a mapping of sections, got {type(raw).__name__}")
     raw.setdefault("name", Path(path).stem)
-    return told_apart([parse(values) for values in expand(apply_overrides(raw, overrides), seeds)])
+    overrides = list(overrides)
+    runs = expand(without_axes(raw, [override.partition("=")[0] for override in overrides]), seeds)
+    return told_apart([parse(apply_overrides(values, overrides)) for values in runs])
+
+
+def without_axes(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """A setting given by hand is not swept any more."""
+    kept = dict(values)
+    if isinstance(kept.get("sweep"), dict):
+        given = [key.split(".") for key in keys]
+        kept["sweep"] = {
+            axis: choices
+            for axis, choices in kept["sweep"].items()
+            if not any(axis.split(".")[: len(key)] == key for key in given)
+        }
+    return kept
 
 
 def told_apart(configs: list[Config]) -> list[Config]:
@@ -196,10 +227,9 @@ def told_apart(configs: list[Config]) -> list[Config]:
         if len(alike) > 1 and not varied:
             raise ConfigError(f"sweep must not hold the same run twice, got {name!r} {len(alike)} times")
         for number in alike if len(alike) > 1 else []:
-            text = "-".join(f"{key.split('.')[-1]}{flat[number].get(key)}" for key in varied)
-            result[number] = configs[number].model_copy(
-                update={"name": f"{configs[number].name}-{re.sub(r'[^A-Za-z0-9._+-]', '_', text)}"}
-            )
+            parts = [f"{key.split('.')[-1]}{flat[number][key]}" for key in varied if key in flat[number]]
+            text = re.sub(r"[^A-Za-z0-9._+-]", "_", "-".join([configs[number].name, *parts]))
+            result[number] = configs[number].model_copy(update={"name": text})
     return result
 
 
@@ -217,7 +247,7 @@ def parse(values: Mapping[str, Any]) -> Config:
         # the JSON round-trip lets strict mode accept lists where tuples are declared
         return Config.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        raise ConfigError("\n".join(_complaint(problem) for problem in error.errors())) from error
+        raise ConfigError(complaints(error, "")) from error
     except TypeError as error:
         raise ConfigError(f"config: only plain YAML values are understood: {error}") from error
 
@@ -233,7 +263,7 @@ def _complaint(problem: Any, section: str = "") -> str:
         return f"{field} is not a known setting"
     if problem["type"] == "missing":
         return f"{field} must be given"
-    rule = problem["msg"].removeprefix("Input should ").removeprefix("Value error, ")
+    rule = re.sub(r"^(Value error, |\w+ should )", "", problem["msg"])
     value = problem["input"]
     if problem["type"] in ("bool_type", "bool_parsing"):
         rule = "be true or false, without quotes"
@@ -251,8 +281,6 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
             value = read_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"override {key} must be YAML, got {text!r}") from error
-        if key in ("method", "variant") and isinstance(value, str):
-            value = {"name": value}
         _set(result, key.split("."), value, key)
     return result
 
@@ -261,6 +289,8 @@ def _set(values: dict[str, Any], path: list[str], value: Any, key: str) -> None:
     for step in path[:-1]:
         if values.get(step) is None:
             values[step] = {}
+        if step in ("method", "variant") and isinstance(values[step], str):
+            values[step] = {"name": values[step]}
         values = values[step]
         if not isinstance(values, dict):
             raise ConfigError(f"override {key} must name a setting inside a section, but {step!r} is a plain value")
@@ -280,8 +310,6 @@ def expand(values: Mapping[str, Any], seeds: Iterable[int] = ()) -> list[dict[st
     for choice in itertools.product(*axes.values()):
         run = deepcopy(base)
         for key, value in zip(axes, choice, strict=True):
-            if key in ("method", "variant") and isinstance(value, str):
-                value = {"name": value}
             _set(run, key.split("."), deepcopy(value), f"sweep.{key}")
         runs.append(run)
     return runs

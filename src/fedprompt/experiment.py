@@ -38,7 +38,7 @@ class Experiment:
     """One config made real. Building it checks everything that can be checked before the first image is decoded."""
 
     def __init__(self, config: Config | Mapping[str, Any]) -> None:
-        self.config = config if isinstance(config, Config) else configuration.parse(config)
+        self.config = registry.completed(config if isinstance(config, Config) else configuration.parse(config))
         self.method: Method = registry.build(self.config.method, self.config.variant)
         self.cache: Path = cache_directory(self.config.output.cache)
 
@@ -135,8 +135,11 @@ class Experiment:
             if store.fact(fact) != facts[fact]:
                 store.close()
                 raise RunError(
-                    f"run {str(directory)!r} cannot be resumed: the {what} are not the ones it was started with"
+                    f"run {str(directory)!r} cannot be resumed: the {what} are not the ones it was started with; "
+                    "give the new run another name=, or delete the directory"
                 )
+        if store.fact("versions") != facts["versions"]:
+            store.note(len(store.rounds()), None, "resumed", f"with other versions: {json.dumps(facts['versions'])}")
         return store
 
 
@@ -145,5 +148,6 @@ def _versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "threads": str(torch.get_num_threads()),
         **{name: version(name) for name in packages},
     }

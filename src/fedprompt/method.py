@@ -7,7 +7,7 @@ differs from plain federated averaging. In the order in which a run calls them:
     init       tensors at round 0, by role
     survey     what the server makes of the `start` statistics (once, before round 1)
     download   what one client receives
-    enrol      local tensors of a client that has none yet
+    enrol      local tensors of a new client that differ from the declared ones
     begin      working parameters of a participation, from what was received and what is local
     stages     which tensors are trained, in which order, with whose step
       noise      every random draw of a step, made outside it
@@ -116,9 +116,11 @@ class Client:
 
     index: int
     name: str
+    round: int
     samples: int
     class_counts: Tensor  # (C,) of the training images
     loss: Callable[[Tensors], float]  #: mean training loss of some parameters, without training (IFCA's choice)
+    stream: Callable[[str], torch.Generator]  #: random draws of this client in this round, by purpose
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,8 @@ class Method:
         return server.shared
 
     def enrol(self, world: World, client: Client) -> Tensors:
-        return world.roles.local
+        """Local tensors that depend on the client (its class prior); all others start as declared."""
+        return {}
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         return {**received, **local}

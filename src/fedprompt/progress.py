@@ -62,9 +62,8 @@ class LiveProgress(Observer):
         self._show(**values)
         if self._live is None:
             figures = "  ".join(f"{key} {value}" for key, value in values.items())
-            self._console.print(
-                f"  round {record.round}/{self._rounds}  cohort of {len(record.cohort)}  {figures}", highlight=False
-            )
+            line = f"  round {record.round}/{self._rounds}  cohort of {len(record.cohort)}  {figures}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def finished(self) -> None:
         self.stop()

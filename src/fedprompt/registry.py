@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError, create_model
 
-from fedprompt.config import Section, complaints
+from fedprompt.config import Config, Section, complaints
 from fedprompt.errors import ConfigError, FedpromptError
 
 if TYPE_CHECKING:
@@ -91,6 +91,19 @@ def build(method: Mapping[str, Any], variant: Mapping[str, Any] | None = None) -
     if variant is not None:
         built = _build(variants(), "variant", variant, {"inner": built})
     return built
+
+
+def completed(config: Config) -> Config:
+    """The config with every setting of its method and variant spelled out, so that its hash covers defaults too."""
+    built = build(config.method, config.variant)
+    update = {"method": {"name": config.method["name"], **_settings(getattr(built, "inner", built))}}
+    if config.variant is not None:
+        update["variant"] = {"name": config.variant["name"], **_settings(built)}
+    return config.model_copy(update=update)
+
+
+def _settings(method: Method) -> dict[str, Any]:
+    return {field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.name != "inner"}
 
 
 def _build(

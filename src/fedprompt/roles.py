@@ -54,11 +54,16 @@ class Roles:
             twice = sorted(names[role] & names[other])
             if twice:
                 raise ContractError(f"tensor {twice[0]!r} must have one role, got {role} and {other}")
+        minima: dict[str, int] = {}
         for name, statistic in self.stat.items():
-            if statistic.count is not None and statistic.count not in self.stat:
+            if statistic.count is None:
+                continue
+            if statistic.count not in self.stat or self.stat[statistic.count].when != statistic.when:
                 raise ContractError(
-                    f"statistic {name!r} must name another statistic as its count, got {statistic.count!r}"
+                    f"statistic {name!r} must name one that is sent with it as its count, got {statistic.count!r}"
                 )
+            if minima.setdefault(statistic.count, statistic.minimum) != statistic.minimum:
+                raise ContractError(f"statistics counted by {statistic.count!r} must have one minimum, got several")
 
     def statistics(self, when: str) -> dict[str, Statistic]:
         return {name: statistic for name, statistic in self.stat.items() if statistic.when == when}

@@ -121,10 +121,10 @@ def test_resuming_with_another_config_is_refused_with_a_difference(call: Call, c
 
 def test_a_partition_is_saved_edited_and_given_back(call: Call, config: Any, tmp_path: Path) -> None:
     path = config(method={"name": "head_tune"})
-    done = call("partition", path, "--show", "--save", "who.json", "--picture", "who.png")
+    done = call("partition", path, "--show", "--save", "who.json")
     assert done.returncode == 0, done.stderr
     assert "4 clients" in done.stdout
-    assert (tmp_path / "who.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs/tiny-partition.png").read_bytes().startswith(b"\x89PNG")
     text = json.loads((tmp_path / "who.json").read_text())
     dropped = text["clients"].pop()
     (tmp_path / "who.json").write_text(json.dumps(text))
@@ -156,6 +156,7 @@ def test_validate_prints_a_hash_for_each_run(call: Call, config: Any) -> None:
         (["method.head='False'"], 2, "method.head must be 'local' or 'shared', got 'False'"),
         (["method.prompt_tokens=true"], 2, "method.prompt_tokens must be a valid integer, got True"),
         (["variant=fedproks"], 2, "variant.name must be one of"),
+        (["variant.mu=0.1"], 2, "variant must have a name"),
         (["--seed", "minus"], 2, "--seed must be a whole number of at least 0, got 'minus'"),
         (["data.source=nowhere"], 3, "data.source must"),
         (["partition.clients=1000"], 2, "partition.clients must be at most the 80 training images, got 1000"),

@@ -27,7 +27,8 @@ def test_a_run_killed_at_random_instants_ends_bit_identical(tmp_path: Path, sett
     values = settings(
         federation={"rounds": rounds, "fraction": 0.5, "evaluate_every": 3},
         method={"name": "fedvpt", "prompt_tokens": 4},
-        train={"epochs": 2},
+        variant={"name": "scaffold"},  # state on the server, on the clients and in uploads
+        train={"epochs": 2, "momentum": 0.0},
     )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     start = time.monotonic()
@@ -56,7 +57,7 @@ def test_a_run_killed_at_random_instants_ends_bit_identical(tmp_path: Path, sett
     assert any(0 < round < rounds for round in interrupted_rounds), interrupted_rounds
     final = _command(tmp_path, "broken")
     assert final.wait(timeout=300) == 0
-    runs = [Run(tmp_path / "runs" / f"{name}-fedvpt-seed0") for name in ("whole", "broken")]
+    runs = [Run(tmp_path / "runs" / f"{name}-fedvpt+scaffold-seed0") for name in ("whole", "broken")]
     assert [record.round for record in runs[1].rounds()] == list(range(rounds + 1))
     assert content(runs[0]) == content(runs[1])
 
@@ -68,7 +69,7 @@ def _command(folder: Path, name: str) -> subprocess.Popen[bytes]:
 
 
 def _rounds_done(folder: Path) -> int:
-    directory = folder / "runs" / "broken-fedvpt-seed0"
+    directory = folder / "runs" / "broken-fedvpt+scaffold-seed0"
     if not (directory / "run.db").exists():
         return -1
     records = Run(directory).rounds()

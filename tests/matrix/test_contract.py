@@ -54,7 +54,8 @@ def method(request: pytest.FixtureRequest) -> Method:
 def tiny(settings: Any) -> Any:
     def make(**changes: Any) -> dict[str, Any]:
         federation = {"rounds": 2, "fraction": 0.5, **changes.pop("federation", {})}
-        return settings(train={"momentum": 0.0}, federation=federation, **changes)
+        train = changes.pop("train", {"momentum": 0.0})
+        return settings(train=train, federation=federation, **changes)
 
     return make
 
@@ -68,6 +69,29 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(method: Method, tiny: Any
         run(tiny(name="broken"), method, StopAfter(1))
     resumed = run(tiny(name="broken"), method, resume=True)
     assert content(resumed) == content(run(tiny(name="whole"), method))
+
+
+@pytest.mark.parametrize("variant", registry.variants())
+@pytest.mark.parametrize("user", list(HARD_USERS))
+def test_every_variant_wraps_every_kind_of_method_and_resumes_to_the_same_bits(
+    user: str, variant: str, tiny: Any
+) -> None:
+    wrapped = registry.variants()[variant](inner=HARD_USERS[user])  # type: ignore[call-arg]
+    rough = {"train": {"lr": 0.3, "momentum": 0.0, "epochs": 2}, "federation": {"rounds": 3, "fraction": 1.0}}
+    with pytest.raises(Stopped):
+        run(tiny(name="broken", **rough), wrapped, StopAfter(2))
+    assert content(run(tiny(name="broken", **rough), wrapped, resume=True)) == content(
+        run(tiny(name="whole", **rough), wrapped)
+    )
+
+
+def test_the_bytes_of_a_survey_are_those_that_were_sent(tiny: Any) -> None:
+    first = run(tiny(), HARD_USERS["statistics"]).rounds()[0]
+    classes, width, clients = 5, 32, 4
+    head, prompts, prototypes, known = classes * (width + 1), classes * width, classes * width, classes
+    assert first.bytes_down == clients * 4 * (head + prompts + prototypes + known)
+    assert first.bytes_up == clients * 4 * (classes * width + classes)
+    assert first.seconds["survey"] > 0
 
 
 def test_the_order_of_clients_changes_nothing(method: Method, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +181,7 @@ def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRu
     params = []
     for client in range(world.clients):
         who = runtime._client(client, 1)
-        begun = method.begin(world, who, method.download(world, server, client), method.enrol(world, who))
+        begun = method.begin(world, who, method.download(world, server, client), runtime._new(who))
         # heads start at zero, behind which nothing has a gradient
         params.append(
             {

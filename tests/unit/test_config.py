@@ -25,7 +25,10 @@ pytestmark = pytest.mark.unit
         ({"train": {"lrs": {"head.*": -1}}}, "train.lrs.head.* must be greater than or equal to 0, got -1"),
         ({"train": {"momentum": 1.0}}, "train.momentum must be less than 1, got 1.0"),
         ({"seed": -1}, "seed must be greater than or equal to 0, got -1"),
-        ({"name": "../escape"}, "name must"),
+        ({"name": "../escape"}, "name must match pattern"),
+        ({"method": {"head": "local"}}, "method must have a name, got {'head': 'local'}"),
+        ({"variant": {"name": ["fedprox"]}}, "variant must have a name"),
+        ({"backbone": {"device": "meta"}}, "backbone.device must match pattern"),
         (
             {"backbone": {"dtype": "float16"}},
             "backbone.dtype must be 'float32', 'bfloat16' or 'float64', got 'float16'",
@@ -130,6 +133,20 @@ def test_runs_of_a_sweep_never_share_a_directory(tmp_path: Path) -> None:
     assert "x-headlocal-lr0.1-fedvpt-seed0" in names
 
 
+def test_a_setting_given_by_hand_is_not_swept(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("sweep: {method: [local, fedvpt], train.lr: [0.1, 0.2]}\n")
+    made = config.load(path, ["method=head_tune", "train.lr=0.5"])
+    assert [(each.method, each.train.lr) for each in made] == [({"name": "head_tune"}, 0.5)]
+
+
+def test_a_setting_inside_a_swept_section_changes_every_run(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("sweep: {method: [local, {name: fedvpt, prompt_tokens: 9}]}\n")
+    made = config.load(path, ["method.prompt_tokens=3"])
+    assert [each.method for each in made] == [{"name": name, "prompt_tokens": 3} for name in ("local", "fedvpt")]
+
+
 def test_the_same_run_twice_in_a_sweep_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("sweep: {method: [local, local]}\n")
@@ -137,7 +154,9 @@ def test_the_same_run_twice_in_a_sweep_is_refused(tmp_path: Path) -> None:
         config.load(path)
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "sweep: 3", "sweep: {train.lr: 3}", "sweep: {train.lr: []}"])
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "a: [", "seed: 1\nseed: 2", "sweep: 3", "sweep: {train.lr: 3}", "sweep: {train.lr: []}"]
+)
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)

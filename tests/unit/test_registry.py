@@ -50,6 +50,14 @@ def test_a_variant_wraps_the_method() -> None:
     assert (built.mu, built.inner.head) == (0.5, "shared")  # type: ignore[attr-defined]
 
 
+def test_the_hash_covers_defaults_that_were_not_written_down() -> None:
+    from fedprompt import config
+
+    short = config.parse({"method": "fedvpt"})
+    long = config.parse({"method": {"name": "fedvpt", "prompt_tokens": 10}})
+    assert registry.completed(short).digest() == registry.completed(long).digest() != short.digest()
+
+
 def test_a_name_is_given_once() -> None:
     with pytest.raises(ConfigError, match="registered once"):
 

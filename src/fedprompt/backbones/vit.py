@@ -104,8 +104,9 @@ class ViT:
         return [found[block] for block in wanted]
 
     def digest(self) -> str:
-        """The identity of what this backbone computes: architecture, resolution and every byte of every weight."""
-        sha = hashlib.sha256(repr(sorted(dataclasses.asdict(self.shape).items())).encode())
+        """The identity of what this backbone computes: architecture, resolution, preprocessing and every byte of every weight."""
+        described = {**dataclasses.asdict(self.shape), "mean": self.mean, "std": self.std}
+        sha = hashlib.sha256(repr(sorted(described.items())).encode())
         for name in sorted(self.weights):
             tensor = self.weights[name].detach().cpu().contiguous()
             sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,9 +104,8 @@ class Manifest:
             raise DataError(broken("manifest.domains", f"be {list(source.domain_names)}", list(self.domain_names)))
         if not self.clients:
             raise DataError(broken("manifest.clients", "hold at least one client", []))
-        names = [client.name for client in self.clients]
-        for name in names:
-            if names.count(name) > 1:
+        for name, times in Counter(client.name for client in self.clients).items():
+            if times > 1:
                 raise DataError(broken("manifest.clients", "have different names", name))
         trained = np.zeros(len(source), dtype=bool)
         for client in self.clients:

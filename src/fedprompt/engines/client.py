@@ -19,7 +19,7 @@ from fedprompt.evaluation.scoring import score
 from fedprompt.federation import wire
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Client, Method, Progress, Seen, Stage, World
-from fedprompt.roles import Tensors
+from fedprompt.roles import Tensors, pick
 from fedprompt.streams import stream
 
 
@@ -38,12 +38,13 @@ def look(
 ) -> Seen:
     """The frozen backbone between `prompts` and `logits`. Without prompts, cached features are read instead."""
     given = method.prompts(world, params, batch, noise)
+    reads = dict.fromkeys(("cls", *method.reads))
     if given.vision:
         tokens = images.tokens(positions)
         if given.repeat > 1:
             tokens = tokens.repeat(given.repeat, 1, 1)
-        return Seen(**images.backbone.run(tokens, given.vision, method.reads), extra=given.extra)
-    found = {name: images.features(name, positions) for name in {"cls", *method.reads} - {"prompts"}}
+        return Seen(**images.backbone.run(tokens, given.vision, reads), extra=given.extra)
+    found = {name: images.features(name, positions) for name in reads if name != "prompts"}
     return Seen(
         **{name: value.repeat(given.repeat, *[1] * (value.dim() - 1)) for name, value in found.items()},
         extra=given.extra,
@@ -67,7 +68,12 @@ def step_loss(
 
 def learning_rate(train: TrainConfig, name: str, round: int, rounds: int) -> float:
     """The rate of one tensor in one round: its group's, or the general one, on the schedule."""
-    base = next((rate for pattern, rate in train.lrs.items() if fnmatchcase(name, pattern)), train.lr)
+    parts = name.split(".")
+    tails = [
+        ".".join(parts[start:]) for start in range(len(parts))
+    ]  # `head.*` is also the head inside `ditto.personal.head.bias`
+    matching = (rate for pattern, rate in train.lrs.items() if any(fnmatchcase(tail, pattern) for tail in tails))
+    base = next(matching, train.lr)
     if train.schedule == "cosine":
         return base * 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds))
     return base
@@ -111,27 +117,31 @@ class ClientRuntime:
         params = self.method.begin(self.world, who, received, self._local(client, who))
         params, progress, loss = self._run(self.method.stages(self.world, self.config.train), params, round, client, "")
         upload, local = self.method.finish(self.world, who, received, params, progress)
+        wire.audit_local(local, self.world.roles, who.name)
+        upload = {**upload, **self._statistics("round", client, params, given=upload)}
+        wire.audit_upload(upload, self.world.roles, who.name)
         self.states.put(client, local)
-        counted = self._statistics("round", client, params, given=upload)
-        return Reply(client, {**upload, **counted}, who.samples, loss)
+        return Reply(client, upload, who.samples, loss)
 
     def survey(self, client: int, received: Tensors) -> Reply:
         """The statistics every client is asked for before the first round."""
         who = self._client(client, 0)
         params = self.method.personalise(self.world, who, received, self._local(client, who))
-        return Reply(client, self._statistics("start", client, params), who.samples)
+        upload = self._statistics("start", client, params)
+        wire.audit_upload(upload, self.world.roles, who.name, when="start")
+        return Reply(client, upload, who.samples)
 
     def evaluate(self, round: int, client: int, received: Tensors) -> ClientResult:
         """Test one client at the configured point; nothing it trains for that is kept."""
         who, at = self._client(client, round), self.config.federation.evaluate_at
-        local = self.method.enrol(self.world, who) if at == "global" else self._local(client, who)
+        local = self._new(who) if at == "global" else self._local(client, who)
         if at == "after_local":
             params = self.method.begin(self.world, who, received, local)
             params, progress, _ = self._run(
                 self.method.stages(self.world, self.config.train), params, round, client, "after_local."
             )
-            upload, local = self.method.finish(self.world, who, received, params, progress)
-            received = {**received, **{name: upload[name] for name in self.world.roles.shared}}
+            _, local = self.method.finish(self.world, who, received, params, progress)
+            received = {**received, **pick(params, self.world.roles.shared)}
         params = self.method.personalise(self.world, who, received, local)
         params, _, _ = self._run(
             self.method.adaptation(self.world, self.config.train), params, round, client, "adaptation."
@@ -145,7 +155,12 @@ class ClientRuntime:
                 noise = self._noise(self.method, len(positions), False, generator)
                 seen = look(self.method, self.world, params, images, positions, batch, noise)
                 draws.append(self.method.predict(self.world, params, seen, batch, noise))
-        return score(torch.cat(draws, dim=1), images.labels, images.domains, self.domain_names)
+        probabilities = torch.cat(draws, dim=1)
+        if not torch.isfinite(probabilities).all():
+            raise DivergenceError(
+                f"predictions of client {who.name!r} in round {round} must be finite, got NaN or infinity"
+            )
+        return score(probabilities, images.labels, images.domains, self.domain_names)
 
     def _run(
         self, stages: Sequence[Stage], params: Tensors, round: int, client: int, purpose: str
@@ -223,15 +238,26 @@ class ClientRuntime:
             return total / len(images)
 
         counts = torch.bincount(images.labels.cpu(), minlength=self.world.classes)
-        return Client(client, self.world.client_names[client], len(images), counts, loss)
+        return Client(
+            index=client,
+            name=self.world.client_names[client],
+            round=round,
+            samples=len(images),
+            class_counts=counts,
+            loss=loss,
+            stream=lambda purpose: stream(self.config.seed, round, client, purpose),
+        )
 
     def _local(self, client: int, who: Client) -> Tensors:
         kept = self.states.get(client)
-        tensors = self.method.enrol(self.world, who) if kept is None else kept
+        return self._new(who) if kept is None else self._placed(kept)
+
+    def _new(self, who: Client) -> Tensors:
+        """The state of a client that never took part."""
+        return self._placed({**self.world.roles.local, **self.method.enrol(self.world, who)})
+
+    def _placed(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.world.device) for name, tensor in tensors.items()}
 
     def _noise(self, method: Method, size: int, training: bool, generator: torch.Generator) -> Tensors:
-        return {
-            name: draw.to(self.world.device)
-            for name, draw in method.noise(self.world, size, training, generator).items()
-        }
+        return self._placed(method.noise(self.world, size, training, generator))

@@ -88,35 +88,30 @@ class Federation:
 
     def _start(self) -> Server:
         """Round 0: the initial tensors, and the statistics a method asks of every client beforehand."""
-        roles = self.world.roles
-        server = Server(roles.shared, roles.server)
-        bytes_up = bytes_down = 0
+        roles, clock = self.world.roles, Clock()
+        server = _in_order(Server(roles.shared, roles.server))
+        sent: dict[int, int] = {}
+        replies: list[Reply] = []
         if roles.statistics("start"):
-            clients = range(self.world.clients)
-            replies = self._audited(self.engine.survey(clients, self._downloads(server)), "start")
-            bytes_up = sum(wire.size_in_bytes(reply.upload) for reply in replies)
-            bytes_down = self.world.clients * wire.size_in_bytes(server.shared)
-            server = self.method.survey(self.world, server, self._uploads(replies))
-        self._commit(server, RoundRecord(0, [], None, bytes_down, bytes_up, None), {})
+            with clock.phase("survey"):
+                everyone = range(self.world.clients)
+                replies = self._audited(self.engine.survey(everyone, self._downloads(server, sent)), "start")
+                server = _in_order(self.method.survey(self.world, server, self._uploads(replies)))
+        bytes_up = sum(wire.size_in_bytes(reply.upload) for reply in replies)
+        self._commit(server, RoundRecord(0, [], None, sum(sent.values()), bytes_up, None, clock.seconds), {})
         return server
 
     def _round(self, server: Server, round: int) -> Server:
         settings, clock = self.config.federation, Clock()
         cohort = sample_cohort(self.config.seed, round, self.world.clients, settings.fraction)
         self.observer.cohort(round, cohort)
-        download = self._downloads(server)
+        sent: dict[int, int] = {}
         with clock.phase("train"):
-            sent: dict[int, int] = {}
-
-            def sending(client: int) -> Tensors:
-                tensors = download(client)
-                sent[client] = wire.size_in_bytes(tensors)
-                return tensors
-
-            replies = self._audited(self._watched(round, self.engine.train(round, cohort, sending)), "round")
+            arriving = self.engine.train(round, cohort, self._downloads(server, sent))
+            replies = self._audited(self._watched(round, arriving), "round")
         with clock.phase("aggregate"):
             server = self.method.aggregate(self.world, server, self._uploads(replies), weighted_mean)
-            server = replace(server, round=round)
+            server = _in_order(replace(server, round=round))
         results: dict[int, ClientResult] = {}
         if is_evaluated(round, settings):
             with clock.phase("evaluate"):
@@ -139,10 +134,14 @@ class Federation:
         self.observer.committed(record)
         return server
 
-    def _downloads(self, server: Server) -> Callable[[int], Tensors]:
+    def _downloads(self, server: Server, sent: dict[int, int] | None = None) -> Callable[[int], Tensors]:
+        """What each client receives, audited; `sent` notes how many bytes that was."""
+
         def download(client: int) -> Tensors:
             tensors = self.method.download(self.world, server, client)
             wire.audit_download(tensors, self.world.roles, self.world.client_names[client])
+            if sent is not None:
+                sent[client] = wire.size_in_bytes(tensors)
             return {name: tensor.detach() for name, tensor in tensors.items()}
 
         return download
@@ -173,6 +172,11 @@ class Federation:
 
     def _placed(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.world.device) for name, tensor in tensors.items()}
+
+
+def _in_order(server: Server) -> Server:
+    """Names in the order in which they come back from the run file, so that a resumed run computes the same sums."""
+    return replace(server, shared=wire.in_order(server.shared), own=wire.in_order(server.own))
 
 
 class Clock:

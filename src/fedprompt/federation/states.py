@@ -23,7 +23,7 @@ class ClientStates:
         return None if blob is None else wire.decode(blob)
 
     def put(self, client: int, tensors: Tensors) -> None:
-        self._changed[client] = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._changed[client] = wire.in_order({name: tensor.detach() for name, tensor in tensors.items()})
 
     def take_changes(self) -> dict[int, bytes]:
         """The states to commit with the round."""

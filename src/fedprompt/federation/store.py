@@ -106,8 +106,8 @@ class RunReader:
 class RunStore(RunReader):
     """The one writer of a run. A lock on the directory keeps a second writer out."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self._lock = _lock(Path(directory))
+    def __init__(self, directory: str | Path, lock: TextIO | None = None) -> None:
+        self._lock = lock or _lock(Path(directory))
         try:
             super().__init__(directory)
         except BaseException:
@@ -120,10 +120,10 @@ class RunStore(RunReader):
         directory = Path(directory)
         with _disk(directory):
             directory.mkdir(parents=True, exist_ok=True)
-        if (directory / FILE).exists():
-            raise RunError(f"run: {str(directory)!r} already holds a run")
         lock = _lock(directory)
         try:
+            if (directory / FILE).exists():
+                raise RunError(f"run: {str(directory)!r} already holds a run")
             draft = directory / f"{FILE}.new"
             with _disk(directory):
                 draft.unlink(missing_ok=True)
@@ -132,9 +132,10 @@ class RunStore(RunReader):
                     rows = [(key, json.dumps(value)) for key, value in {"version": VERSION, **facts}.items()]
                     connection.executemany("INSERT INTO facts VALUES (?, ?)", rows)
                 os.replace(draft, directory / FILE)
-        finally:
+        except BaseException:
             lock.close()
-        return cls(directory)
+            raise
+        return cls(directory, lock)
 
     def _open(self, path: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(path, timeout=30, isolation_level=None)
@@ -159,7 +160,6 @@ class RunStore(RunReader):
         own: bytes,
         client_states: Mapping[int, bytes],
         evaluations: Mapping[int, Mapping[str, Any]],
-        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Everything a round produced, in one transaction: all of it is there afterwards, or nothing is."""
         row = {
@@ -175,8 +175,11 @@ class RunStore(RunReader):
             cursor.executemany("INSERT OR REPLACE INTO client_states VALUES (?, ?, ?)", states)
             results = [(record.round, client, json.dumps(result)) for client, result in evaluations.items()]
             cursor.executemany("INSERT INTO evaluations VALUES (?, ?, ?)", results)
-            for key, value in (facts or {}).items():
-                cursor.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, json.dumps(value)))
+
+    def note(self, round: int, client: int | None, kind: str, detail: str) -> None:
+        """Something worth knowing that is no figure: who, when, what."""
+        with _disk(self.directory), self._transaction() as cursor:
+            cursor.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (round, client, kind, detail))
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:

@@ -6,7 +6,6 @@ and statistics made from too few images do not leave the client.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import safetensors.torch
@@ -25,18 +24,19 @@ def encode(tensors: Tensors) -> bytes:
 
 def decode(blob: bytes) -> Tensors:
     try:
-        return safetensors.torch.load(blob)
+        return in_order(safetensors.torch.load(blob))
     except SafetensorError as error:
         raise RunError(f"stored tensors are damaged: {error}") from error
+
+
+def in_order(tensors: Tensors) -> Tensors:
+    """The same tensors by name. Safetensors gives them back in any order, and a sum over tensors must not depend on it."""
+    return {name: tensors[name] for name in sorted(tensors)}
 
 
 def size_in_bytes(tensors: Tensors) -> int:
     """What the values weigh on the wire, without the few bytes of names and shapes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def digest(tensors: Tensors) -> str:
-    return hashlib.sha256(encode(tensors)).hexdigest()
 
 
 def audit_download(tensors: Tensors, roles: Roles, client: str) -> None:
@@ -46,6 +46,17 @@ def audit_download(tensors: Tensors, roles: Roles, client: str) -> None:
             raise ContractError(
                 f"download for client {client!r}: tensor {name!r} has role {role} and must never go down"
             )
+
+
+def audit_local(tensors: Tensors, roles: Roles, client: str) -> None:
+    """A client keeps exactly its declared local tensors, and finite ones."""
+    where = f"state of client {client!r}"
+    for name in sorted(set(tensors) ^ set(roles.local)):
+        raise ContractError(
+            f"{where}: tensor {name!r} must be {'kept' if name in roles.local else 'declared as local'}"
+        )
+    for name, tensor in tensors.items():
+        _check_finite(tensor, name, where)
 
 
 def audit_upload(tensors: Tensors, roles: Roles, client: str, when: str = "round") -> None:
@@ -71,15 +82,19 @@ def audit_upload(tensors: Tensors, roles: Roles, client: str, when: str = "round
             raise ContractError(
                 f"{where}: tensor {name!r} must have dtype {shared[name].dtype}, got {tensors[name].dtype}"
             )
-        if not torch.isfinite(tensors[name]).all():
-            raise DivergenceError(
-                f"{where}: tensor {name!r} must be finite, got NaN or infinity; try a smaller train.lr or train.lrs"
-            )
+        _check_finite(tensors[name], name, where)
     for name, statistic in statistics.items():
         if too_small(tensors, name, statistic).any():
             raise ContractError(
                 f"{where}: statistic {name!r} must hold only rows of at least {statistic.minimum} images"
             )
+
+
+def _check_finite(tensor: Tensor, name: str, where: str) -> None:
+    if not torch.isfinite(tensor).all():
+        raise DivergenceError(
+            f"{where}: tensor {name!r} must be finite, got NaN or infinity; try a smaller train.lr or train.lrs"
+        )
 
 
 def too_small(tensors: Tensors, name: str, statistic: Statistic) -> Tensor:

@@ -17,6 +17,7 @@ from fedprompt.federation.rounds import is_evaluated, sample_cohort
 from fedprompt.method import Client, Progress, World
 from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.roles import Tensors
+from fedprompt.run import Run
 
 pytestmark = pytest.mark.unit
 
@@ -47,6 +48,11 @@ def test_clipping_bounds_the_step_over_all_tensors() -> None:
 def test_the_first_matching_pattern_sets_the_rate() -> None:
     train = TrainConfig(lr=1.0, lrs={"head.bias": 3.0, "head.*": 2.0})
     assert [learning_rate(train, name, 1, 10) for name in ("prompt", "head.weight", "head.bias")] == [1.0, 2.0, 3.0]
+
+
+def test_a_pattern_also_matches_inside_the_names_of_a_variant() -> None:
+    train = TrainConfig(lr=1.0, lrs={"head.*": 2.0})
+    assert learning_rate(train, "ditto.personal.head.bias", 1, 10) == 2.0
 
 
 def test_the_cosine_starts_full_and_is_half_in_the_middle() -> None:
@@ -102,8 +108,18 @@ def test_evaluation_after_local_training_keeps_nothing_of_it(settings: Any) -> N
 
 
 def test_divergence_is_told_with_client_and_round_and_keeps_the_rounds_before(settings: Any) -> None:
-    values = settings(train={"lr": 1e30}, federation={"rounds": 5})
-    with pytest.raises(DivergenceError, match=r"client '.*' in round \d+ must be finite"):
+    growing = {"lr": 10.0, "weight_decay": 1.0, "momentum": 0.0}  # every step multiplies the prompts by -9
+    values = settings(train=growing, federation={"rounds": 50, "evaluate_every": 50, "evaluate_last": 1})
+    with pytest.raises(DivergenceError, match="must be finite"):
+        run(values)
+    kept = Run(f"{values['output']['directory']}/tiny-fedvpt-seed0")
+    assert len(kept.rounds()) > 5
+    assert all(torch.isfinite(tensor).all() for tensor in shared_tensors(kept).values())
+
+
+def test_a_private_head_that_diverges_is_noticed_too(settings: Any) -> None:
+    values = settings(method={"name": "head_tune", "head": "local"}, train={"lr": 1e45, "momentum": 0.0})
+    with pytest.raises(DivergenceError, match="must be finite"):
         run(values)
 
 

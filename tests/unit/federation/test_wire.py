@@ -102,3 +102,33 @@ def test_the_size_counts_values() -> None:
     assert (
         wire.size_in_bytes({"a": torch.zeros(10, 768), "b": torch.zeros(2, dtype=torch.float64)}) == 10 * 768 * 4 + 16
     )
+
+
+def test_tensors_come_back_in_the_order_of_their_names() -> None:
+    names = [f"tensor{number}" for number in range(30)]
+    assert list(wire.decode(wire.encode({name: torch.zeros(1) for name in reversed(names)}))) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ({}, "'head' must be kept"),
+        ({"head": torch.zeros(3), "images": torch.zeros(9)}, "'images' must be declared as local"),
+    ],
+)
+def test_a_client_keeps_exactly_what_it_declared(kept: dict, message: str) -> None:
+    with pytest.raises(ContractError, match=f"state of client 'a': tensor {message}"):
+        wire.audit_local(kept, ROLES, "a")
+
+
+def test_a_state_that_is_not_finite_is_an_error() -> None:
+    with pytest.raises(DivergenceError, match="'head' must be finite"):
+        wire.audit_local({"head": torch.full((3,), float("nan"))}, ROLES, "a")
+
+
+def test_a_count_is_sent_with_what_it_counts_and_has_one_minimum() -> None:
+    with pytest.raises(ContractError, match="sent with it"):
+        Roles(stat={"sums": Statistic((2,), count="counts"), "counts": Statistic((2,), "start")})
+    counted = {"a": Statistic((2,), count="n", minimum=2), "b": Statistic((2,), count="n", minimum=5)}
+    with pytest.raises(ContractError, match="one minimum"):
+        Roles(stat={**counted, "n": Statistic((2,))})

@@ -158,8 +158,9 @@ def test_fedbabu_moves_the_prompts(plain: Any) -> None:
 
 
 def test_ditto_without_a_pull_is_local_only_training(plain: Any) -> None:
-    ditto = run(plain("a", {"name": "ditto", "lam": 0.0}, federation={"rounds": 3}))
-    local = run(plain("b", method={"name": "local", "prompt_tokens": 2}, federation={"rounds": 3}))
+    same = {"federation": {"rounds": 3}, "train": {"lrs": {"head.*": 0.01}}}
+    ditto = run(plain("a", {"name": "ditto", "lam": 0.0}, **same))
+    local = run(plain("b", method={"name": "local", "prompt_tokens": 2}, **same))
     for client in range(4):
         personal = local_tensors(ditto, client)
         for name, tensor in local_tensors(local, client).items():

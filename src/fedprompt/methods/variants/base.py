@@ -60,17 +60,16 @@ class Variant(Method):
         return self.inner.init(world, generator)
 
     def survey(self, world: World, server: Server, uploads: Sequence[Upload]) -> Server:
-        return self.inner.survey(self.inside(world), server, uploads)
+        return self._with_own(server, self.inner.survey(self.inside(world), self._without_own(server), uploads))
 
     def statistics(self, world: World, params: Tensors, batch: Batch) -> Tensors:
         return self.inner.statistics(self.inside(world), params, batch)
 
     def download(self, world: World, server: Server, client: int) -> Tensors:
-        return self.inner.download(self.inside(world), server, client)
+        return self.inner.download(self.inside(world), self._without_own(server), client)
 
     def enrol(self, world: World, client: Client) -> Tensors:
-        own = {name: tensor for name, tensor in world.roles.local.items() if name.startswith(self.prefix)}
-        return {**self.inner.enrol(self.inside(world), client), **own}
+        return self.inner.enrol(self.inside(world), client)
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         return self.inner.begin(self.inside(world), client, received, local)
@@ -102,7 +101,16 @@ class Variant(Method):
         return self.inner.finish(self.inside(world), client, received, params, progress)
 
     def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
-        return self.inner.aggregate(self.inside(world), server, uploads, combine)
+        inner = self.inner.aggregate(self.inside(world), self._without_own(server), uploads, combine)
+        return self._with_own(server, inner)
+
+    def _without_own(self, server: Server) -> Server:
+        return replace(server, own=self._not_own(server.own))
+
+    def _with_own(self, before: Server, after: Server) -> Server:
+        """What the inner method made of the server, with the variant's own tensors as they were."""
+        own = {name: tensor for name, tensor in before.own.items() if name.startswith(self.prefix)}
+        return replace(after, own={**after.own, **own})
 
     def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         return self.inner.adaptation(self.inside(world), train)
@@ -112,8 +120,8 @@ class Variant(Method):
 
 
 def squared_distance(params: Tensors, anchors: Tensors) -> Tensor:
-    """Sum of squared differences over the anchored tensors."""
-    return torch.stack([(params[name] - anchor.detach()).square().sum() for name, anchor in anchors.items()]).sum()
+    """Sum of squared differences over the anchored tensors; nothing anchored, nothing to pay."""
+    return sum(((params[name] - anchor.detach()).square().sum() for name, anchor in anchors.items()), torch.zeros(()))
 
 
 def require_shared(roles: Roles, variant: str) -> None:

@@ -38,6 +38,10 @@ class Ditto(Variant):
         require_shared(roles, "ditto")
         return replace(roles, local={**roles.local, **prefixed(PERSONAL, {**roles.shared, **roles.local})})
 
+    def enrol(self, world: World, client: Client) -> Tensors:
+        own = super().enrol(world, client)
+        return {**own, **prefixed(PERSONAL, own)}
+
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         anchors = prefixed(ANCHOR, pick(received, world.roles.shared))
         return {**super().begin(world, client, received, local), **self._mine(local), **anchors}

@@ -64,8 +64,8 @@ class Scaffold(Variant):
     def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         plain = super().loss(world, params, logits, seen, batch, noise)
         control, own = stripped(SENT, params), stripped(OWN, params)
-        drift = [((control[name] - own[name]).detach() * params[name]).sum() for name in control]
-        return plain + torch.stack(drift).sum()
+        drift = (((control[name] - own[name]).detach() * params[name]).sum() for name in control)
+        return sum(drift, plain)
 
     def finish(
         self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress
