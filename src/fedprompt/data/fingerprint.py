@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedprompt.assets import write_atomically
+from fedprompt.assets import file_sha256, write_atomically
 from fedprompt.errors import DataError, StorageError
 
 
@@ -50,7 +50,6 @@ def remembered(files: Sequence[Path], cache: Path, compute: Callable[[], str]) -
 
 def _sha256(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"data.source: cannot read {str(path)!r}: {error.strerror}") from error
+        return file_sha256(path)
+    except StorageError as error:
+        raise DataError(f"data.source: {error}") from error

@@ -22,16 +22,12 @@ Settings = dict[str, Any]  #: a config as `section.field` -> value
 
 
 @dataclass(frozen=True)
-class Family:
-    """Runs with the same settings apart from the seed that got equally far."""
+class Labelled:
+    """A name in a table or a legend, and how far its runs got."""
 
     label: str  #: the method, and what tells it from a family of the same method
-    digest: str  #: `Config.family()`
-    runs: tuple[Run, ...]  #: one per seed
-    repeated: tuple[str, ...]  #: names of runs left out because their seed is already there
     rounds: int
     of: int
-    settings: Settings
 
     @property
     def finished(self) -> bool:
@@ -41,6 +37,16 @@ class Family:
     def title(self) -> str:
         """The label, with the warning that belongs to it wherever it is printed."""
         return self.label if self.finished else f"{self.label} ({self.rounds}/{self.of} rounds)"
+
+
+@dataclass(frozen=True)
+class Family(Labelled):
+    """Runs with the same settings apart from the seed that got equally far."""
+
+    digest: str  #: `Config.family()`
+    runs: tuple[Run, ...]  #: one per seed
+    repeated: tuple[str, ...]  #: names of runs left out because their seed is already there
+    settings: Settings
 
 
 def families(runs: Sequence[Run]) -> list[Family]:
@@ -57,7 +63,7 @@ def families(runs: Sequence[Run]) -> list[Family]:
         kept = tuple(by_seed.values())
         repeated = tuple(run.name for run in group if run not in kept)
         of = group[0].config.federation.rounds
-        result.append(Family(names[digest], digest, kept, repeated, rounds, of, settings_of(group[0])))
+        result.append(Family(names[digest], rounds, of, digest, kept, repeated, settings_of(group[0])))
     return result
 
 

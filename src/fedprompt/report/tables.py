@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fedprompt.report.families import BUDGET, TASK, Family, Settings, disagreements, families, section
+from fedprompt.report.families import BUDGET, TASK, Family, Labelled, Settings, disagreements, families, section
 from fedprompt.run import Run
 
 if TYPE_CHECKING:
@@ -30,26 +30,14 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Labelled):
     """One family in the table."""
 
-    label: str
     family: str
     seeds: tuple[int, ...]
-    rounds: int
-    of: int
     values: dict[str, Spread | None]  #: by column key; None where nothing was evaluated yet
     settings: Settings  #: what decides with which rows it can be compared
     repeated: tuple[str, ...] = ()  #: runs left out because their seed is already counted
-
-    @property
-    def finished(self) -> bool:
-        return self.rounds >= self.of
-
-    @property
-    def title(self) -> str:
-        """The label, with the warning that belongs to it wherever it is printed."""
-        return self.label if self.finished else f"{self.label} ({self.rounds}/{self.of} rounds)"
 
 
 def percent(spread: Spread) -> str:
