@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -86,8 +86,9 @@ class LiveProgress(Observer):
         if self._live is not None:
             self._live.update(self._panel())
 
-    def _panel(self) -> Group:
+    def _panel(self) -> Table:
         table = Table.grid(padding=(0, 2))
+        table.add_row("", ProgressBar(total=self._rounds, completed=self._done, width=40))
         for key in ("round", "cohort", "doing", "loss", "Average", "Worst Local", "ETA"):
             table.add_row(Text(key, style="dim"), Text(self._values.get(key, "-")))
-        return Group(ProgressBar(total=self._rounds, completed=self._done, width=60), table)
+        return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -224,3 +225,21 @@ def test_a_disk_that_fills_up_leaves_the_finished_rounds(call: Call, config: Any
     assert "output.directory must be writable and have room" in done.stderr
     rows = json.loads(call("compare", "runs", "--json").stdout)
     assert 1 <= rows[0]["rounds"] < 200
+
+
+def test_an_interrupted_run_says_how_to_go_on(config: Any, tmp_path: Path) -> None:
+    path = config(method={"name": "fedvpt", "prompt_tokens": 2}, federation={"rounds": 2000, "evaluate_every": 500})
+    environment = {**os.environ, "FEDPROMPT_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-u", "-m", "fedprompt.cli", "run", path]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "round 3/2000" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(timeout=60) == 130
+    assert "Continue with --resume" in rest
+    assert "Traceback" not in rest
