@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from fedprompt.errors import ContractError, DivergenceError, RunError
@@ -19,12 +20,12 @@ from fedprompt.roles import Roles, Statistic, Tensors
 
 def encode(tensors: Tensors) -> bytes:
     """Safetensors bytes; equal tensors give equal bytes."""
-    return safetensors.torch.save({name: tensors[name].detach().cpu().contiguous().clone() for name in sorted(tensors)})
+    return to_bytes({name: tensors[name].detach().cpu().contiguous().clone() for name in sorted(tensors)})
 
 
 def decode(blob: bytes) -> Tensors:
     try:
-        return in_order(safetensors.torch.load(blob))
+        return in_order(from_bytes(blob))
     except SafetensorError as error:
         raise RunError(f"stored tensors are damaged: {error}") from error
 
