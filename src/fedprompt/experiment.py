@@ -63,7 +63,7 @@ class Experiment:
             states = ClientStates(store.client_state)
             pixels = ImageStore(source, backbone.shape.image_size, config.data.resize, self.cache)
             bank = ImageBank(source, manifest, pixels, backbone)
-            runtime = ClientRuntime(config, world, self.method, backbone, bank, states, source.domain_names)
+            runtime = ClientRuntime(config, world, self.method, bank, states, source.domain_names)
             Federation(config, world, self.method, InProcess(runtime), store, observer or Observer()).run()
             backbone.assert_frozen(frozen)
         finally:

@@ -170,9 +170,7 @@ def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRu
     source, manifest, backbone, world = made.prepare()
     server = fedprompt.method.Server(world.roles.shared, world.roles.server)
     bank = ImageBank(source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone)
-    runtime = ClientRuntime(
-        made.config, world, method, backbone, bank, ClientStates(lambda client: None), source.domain_names
-    )
+    runtime = ClientRuntime(made.config, world, method, bank, ClientStates(lambda client: None), source.domain_names)
     if world.roles.statistics("start"):
         replies = [runtime.survey(client, method.download(world, server, client)) for client in range(world.clients)]
         uploads = [fedprompt.method.Upload(reply.client, reply.upload, 0.25) for reply in replies]

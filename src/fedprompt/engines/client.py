@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from fedprompt.backbones.vit import ViT
 from fedprompt.config import Config, TrainConfig
 from fedprompt.engines.images import ImageBank, Images
 from fedprompt.errors import ContractError, DivergenceError
@@ -103,12 +102,11 @@ class ClientRuntime:
         config: Config,
         world: World,
         method: Method,
-        backbone: ViT,
         bank: ImageBank,
         states: ClientStates,
         domain_names: Sequence[str],
     ) -> None:
-        self.config, self.world, self.method, self.backbone = config, world, method, backbone
+        self.config, self.world, self.method = config, world, method
         self.bank, self.states, self.domain_names = bank, states, tuple(domain_names)
 
     def train(self, round: int, client: int, received: Tensors) -> Reply:
