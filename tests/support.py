@@ -98,5 +98,9 @@ class Backwards(InProcess):
         return super().evaluate(round, clients[::-1], download)
 
 
-def directory_of(path: Path) -> set[str]:
-    return {str(each.relative_to(path)) for each in path.rglob("*")}
+def offer_method(folder: Path, module: str) -> None:
+    """The metadata an installer would write for a package whose entry point is that module; it counts for processes started there."""
+    metadata = folder / "their_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[fedprompt.methods]\ntheirs = {module}\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support import offer_method
 
 from fedprompt import config, errors, registry
 
@@ -22,10 +23,7 @@ def test_the_worked_example_of_a_new_method_runs(tmp_path: Path, settings: Any) 
     text = (ROOT / "docs/adding_a_method.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "prompted_bias.py").write_text(code)
-    metadata = tmp_path / "my_package-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[fedprompt.methods]\nprompted_bias = prompted_bias\n")
+    offer_method(tmp_path, "prompted_bias")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(method={"name": "prompted_bias", "tokens": 2})))
     command = (
         "import sys; from fedprompt.cli import main; sys.argv = ['fedprompt', 'run', 'config.yaml', '--json']; main()"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support import offer_method
 
 from fedprompt import registry
 from fedprompt.errors import ConfigError
@@ -92,20 +93,14 @@ def test_another_package_registers_a_method_through_an_entry_point(tmp_path: Pat
         "class Theirs(HeadTune):\n"
         "    'A method from somewhere else.'\n"
     )
-    metadata = tmp_path / "their_package-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[fedprompt.methods]\ntheirs = their_package\n")
+    offer_method(tmp_path, "their_package")
     code = "from fedprompt import registry; print(registry.build({'name': 'theirs'}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.stdout.strip() == "Theirs(head='shared')", done.stderr
 
 
 def test_a_broken_entry_point_is_told_by_name(tmp_path: Path) -> None:
-    metadata = tmp_path / "their_package-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[fedprompt.methods]\ntheirs = no_such_module\n")
+    offer_method(tmp_path, "no_such_module")
     code = "from fedprompt.cli import main; import sys; sys.argv = ['fedprompt', 'methods']; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2
