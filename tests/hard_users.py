@@ -5,7 +5,7 @@ They are not registered: tests hand them to an experiment directly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -232,7 +232,7 @@ class StatisticsUser(Method):
             },
         )
 
-    def statistics(self, world: World, params: Tensors, batch: Batch) -> Tensors:
+    def statistics(self, world: World, params: Tensors, batch: Batch, look: Callable[[], Seen]) -> Tensors:
         member = F.one_hot(batch.labels, world.classes).to(world.dtype)
         return {"sums": member.T @ F.normalize(batch.features["cls"], dim=-1), "counts": member.sum(0)}
 

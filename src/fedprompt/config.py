@@ -90,6 +90,7 @@ class BackboneConfig(Section):
 
     name: str = "dinov2-small"  #: `dinov2-small`, `tiny`, a folder, a safetensors file, or a hub id
     image_size: Positive | None = None  #: side in pixels; the backbone's own when absent
+    stem: NotNegative = 0  #: first blocks no prompt may reach: their output is computed once per image and kept
     mean: tuple[float, float, float] | None = (
         None  #: only for weights that carry no preprocessing; checked when they do
     )
@@ -127,6 +128,12 @@ class FederationConfig(Section):
     evaluate_last: NotNegative = 10  #: the last rounds are always evaluated, and averaged in the summary
     evaluate_at: Literal["personalised", "global", "after_local"] = "personalised"  #: see docs/concepts.md
     evaluation_batch: Positive = 64
+    held_out: Annotated[float, Field(ge=0, lt=1)] = (
+        0.0  #: share of the clients that never train; then only they are evaluated
+    )
+    newcomer_epochs: NotNegative = (
+        5  #: epochs in which a held-out client fits its head (and what else its method says) first
+    )
 
 
 class OutputConfig(Section):

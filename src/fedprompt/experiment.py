@@ -26,7 +26,7 @@ from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
 from fedprompt.engines.inprocess import InProcess
 from fedprompt.errors import RunError
-from fedprompt.federation.rounds import Federation, Observer
+from fedprompt.federation.rounds import Federation, Observer, sample_newcomers
 from fedprompt.federation.states import ClientStates
 from fedprompt.federation.store import FILE, RunStore
 from fedprompt.method import Method, World
@@ -80,11 +80,12 @@ class Experiment:
         names = tuple(client.name for client in manifest.clients)
         world = World(
             shape.width,
-            shape.depth,
+            backbone.depth,
             shape.tokens,
             shape.patch,
             source.class_names,
             names,
+            newcomers=sample_newcomers(config.seed, len(names), config.federation.held_out),
             device=backbone.device,
             dtype=backbone.dtype,
         )

@@ -12,6 +12,7 @@ differs from plain federated averaging. In the order in which a run calls them:
     stages     which tensors are trained, in which order, with whose step
       noise      every random draw of a step, made outside it
       prompts    what to insert into the frozen backbone
+      later      what to insert once the pass has come as far as the block `prompts` asked to pause at
       logits     read-out of what the backbone returned
       loss       one number
       after_step a correction of the optimiser's step
@@ -19,6 +20,7 @@ differs from plain federated averaging. In the order in which a run calls them:
     aggregate  the server's update
     personalise  parameters a client predicts with
     adaptation   stages run on a throw-away copy of them before an evaluation
+    newcomer     the same for a client that was held out of the federation
     predict    class probabilities, one set per draw
 
 The step is split around the backbone so that an engine may fold many clients into one batch: `prompts`, `logits` and `loss` are mapped over
@@ -35,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprompt.prompts import heads
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Roles, Tensors, pick
 
@@ -52,6 +55,7 @@ class World:
     patch: int  #: side of a patch in pixels
     class_names: tuple[str, ...]
     client_names: tuple[str, ...]
+    newcomers: frozenset[int] = frozenset()  #: clients held out: they never train, and only they are evaluated
     roles: Roles = field(default_factory=Roles)  #: as declared by `init`; empty while `init` runs
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
@@ -88,6 +92,10 @@ class Prompts:
     vision: tuple[VisionPrompt, ...] = ()
     repeat: int = 1  #: every image goes in this many times, draw after draw: rows [draw 0 of all images, draw 1, ...]
     extra: Tensors = field(default_factory=dict)  #: anything `logits` and `loss` want to see again
+    pause: int | None = None  #: before this block the pass stops and `later` is asked for more
+    weights: Tensors = field(
+        default_factory=dict
+    )  #: changes added to the frozen weights of that name, block 0 being the first promptable
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Seen:
     cls: Tensor  # (repeat * B, d)
     patches: Tensor | None = None  # (repeat * B, M, d), when the method reads it
     prompts: Tensor | None = None  # (repeat * B, P, d), when the method reads it
-    extra: Tensors = field(default_factory=dict)  #: `Prompts.extra`
+    extra: Tensors = field(default_factory=dict)  #: `Prompts.extra`, that of `later` included
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,11 @@ class Stage:
     trainable: tuple[str, ...]
     epochs: int
     name: str = "local"  #: keys the random streams: stages of the same name see the same batches
+    steps: int | None = None  #: stop after this many steps, whatever the epochs
+    share: tuple[float, float] = (
+        0.0,
+        1.0,
+    )  #: from where to where in the client's training images, which lie in a fixed random order
 
 
 @dataclass(frozen=True)
@@ -166,7 +179,11 @@ class Method:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Un-prompted features of each image that the step wants: "cls" (B, d), "patches" (B, M, d), "block_inputs" (B, L, T, d)."""
+        """Un-prompted features of each image that the step wants.
+
+        "cls" (B, d) and "patches" (B, M, d) after the last block and the final norm, "cls:q" (B, d) after the first q blocks and the final
+        norm, "block_inputs" (B, L, T, d), "block_inputs:q" (B, q, T, d) of the first q blocks.
+        """
         return ()
 
     def check(self, world: World, train: TrainConfig) -> None:
@@ -178,8 +195,8 @@ class Method:
     def survey(self, world: World, server: Server, uploads: Sequence[Upload]) -> Server:
         return server
 
-    def statistics(self, world: World, params: Tensors, batch: Batch) -> Tensors:
-        """The declared statistics of one batch of training images; the engine adds the batches up."""
+    def statistics(self, world: World, params: Tensors, batch: Batch, look: Callable[[], Seen]) -> Tensors:
+        """The declared statistics of one batch of training images; the engine adds the batches up. `look` runs the prompted backbone."""
         return {}
 
     def download(self, world: World, server: Server, client: int) -> Tensors:
@@ -205,6 +222,10 @@ class Method:
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         return Prompts()
 
+    def later(self, world: World, params: Tensors, cls: Tensor, batch: Batch, noise: Tensors) -> Prompts:
+        """More prompts (`vision` and `extra` count), given the CLS rows (repeat * B, d) that enter the block of `Prompts.pause`."""
+        return Prompts()
+
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.logits")
 
@@ -227,6 +248,11 @@ class Method:
 
     def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         return ()
+
+    def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
+        """How a held-out client fits what it received to itself before it is evaluated: by tuning the head."""
+        declared = {**world.roles.shared, **world.roles.local}
+        return (Stage(self, tuple(name for name in heads.NAMES if name in declared), epochs, "newcomer"),)
 
     def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         """Probabilities (V, B, C) of V draws; the federation averages them and derives the uncertainty."""

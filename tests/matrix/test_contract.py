@@ -5,6 +5,7 @@ A new method file gets all of these tests with no other edit.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from fedprompt.data.transforms import ImageStore
 from fedprompt.engines.client import ClientRuntime, look, make_batch
 from fedprompt.engines.images import ImageBank
 from fedprompt.federation.states import ClientStates
-from fedprompt.method import Batch, Method, Seen, World
+from fedprompt.method import Batch, Method, Prompts, Seen, World
 from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Tensors
@@ -205,24 +206,51 @@ def _folded_losses(
     clients, size = labels.shape
     plans: list[Any] = []
 
-    def ask(params: Tensors, labels: Tensor, features: Tensors, noise: Tensors) -> tuple[tuple[Tensor, ...], Tensors]:
+    def spread(slots: tuple[VisionPrompt, ...], rows: int) -> tuple[Tensor, ...]:
+        return tuple(
+            slot.tokens if slot.tokens.dim() == 4 else slot.tokens.expand(rows, *slot.tokens.shape) for slot in slots
+        )
+
+    def folded(tokens: tuple[Tensor, ...], plan: Prompts) -> list[VisionPrompt]:
+        return [replace(slot, tokens=each.flatten(0, 1)) for each, slot in zip(tokens, plan.vision, strict=True)]
+
+    def ask(
+        params: Tensors, labels: Tensor, features: Tensors, noise: Tensors
+    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
         given = step.prompts(world, params, Batch(labels, features), noise)
         plans.append(given)
-        slots = []
-        for slot in given.vision:
-            per_sample = slot.tokens.dim() == 4
-            slots.append(slot.tokens if per_sample else slot.tokens.expand(given.repeat * size, *slot.tokens.shape))
-        return tuple(slots), given.extra
+        return spread(given.vision, given.repeat * size), given.extra, given.weights
 
-    slots, extra = torch.func.vmap(ask)(params, labels, features, noise)
+    slots, extra, weights = torch.func.vmap(ask)(params, labels, features, noise)
     plan = plans[0]
     images = torch.stack(tokens).repeat(1, plan.repeat, 1, 1)  # (N, J * B, T, d)
-    vision = [
-        VisionPrompt(tokens.flatten(0, 1), asked.blocks, asked.mode, asked.after)
-        for tokens, asked in zip(slots, plan.vision, strict=True)
-    ]
-    seen = backbone.run(images.flatten(0, 1), vision, step.reads)
-    seen = {name: value.unflatten(0, (clients, plan.repeat * size)) for name, value in seen.items()}
+
+    def ask_later(
+        params: Tensors, cls: Tensor, labels: Tensor, features: Tensors, noise: Tensors
+    ) -> tuple[tuple[Tensor, ...], Tensors]:
+        given = step.later(world, params, cls, Batch(labels, features), noise)
+        plans.append(given)
+        return spread(given.vision, plan.repeat * size), given.extra
+
+    def later(cls: Tensor) -> list[VisionPrompt]:
+        joining, more = torch.func.vmap(ask_later)(params, cls.unflatten(0, (clients, -1)), labels, features, noise)
+        extra.update(more)
+        return folded(joining, plans[-1])
+
+    pause = None if plan.pause is None else (plan.pause, later)
+    if weights:  # a method that changes weights runs client by client; only its cheap parts are mapped
+        alone = [
+            backbone.with_added({name: value[client] for name, value in weights.items()}).run(
+                images[client],
+                [replace(slot, tokens=each[client]) for each, slot in zip(slots, plan.vision, strict=True)],
+                step.reads,
+            )
+            for client in range(clients)
+        ]
+        seen = {name: torch.stack([each[name] for each in alone]) for name in alone[0]}
+    else:
+        together = backbone.run(images.flatten(0, 1), folded(slots, plan), step.reads, pause=pause)
+        seen = {name: value.unflatten(0, (clients, plan.repeat * size)) for name, value in together.items()}
 
     def answer(
         params: Tensors, seen: Tensors, extra: Tensors, labels: Tensor, features: Tensors, noise: Tensors

@@ -28,12 +28,14 @@ def assemble(tensors: Mapping[str, Tensor], native: ViTShape, mean: Triple, std:
     weights = {name: tensor for name, tensor in tensors.items() if name not in _LEADING}
     weights["lead"], weights["position"] = _leading(tensors, native)
     _check(weights, native)
+    if config.stem >= native.depth:
+        raise BackboneError(broken("backbone.stem", f"be below the {native.depth} blocks of the backbone", config.stem))
     size = chosen_size(config.image_size, native.image_size, native.patch)
     shape = dataclasses.replace(native, image_size=size)
     weights["position"] = interpolate(weights["position"], shape.grid, antialias="registers" in tensors)
     device, dtype = _device(config.device), getattr(torch, config.dtype)
     weights = {name: tensor.detach().to(device, dtype).contiguous() for name, tensor in weights.items()}
-    return ViT(config.name, shape, mean, std, weights, native_image_size=native.image_size)
+    return ViT(config.name, shape, mean, std, weights, native_image_size=native.image_size, stem=config.stem)
 
 
 _LEADING = ("cls", "distillation", "registers", "positions")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,14 @@ class ViT:
     std: tuple[float, float, float]
     weights: dict[str, Tensor]
     native_image_size: int  #: the resolution its positions were trained at
+    stem: int = (
+        0  #: first blocks that belong to the embedding: no prompt reaches them, and blocks are counted behind them
+    )
+
+    @property
+    def depth(self) -> int:
+        """Blocks that prompts can reach."""
+        return self.shape.depth - self.stem
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +60,7 @@ class ViT:
         return self.weights["lead"].dtype
 
     def embed(self, images: Tensor) -> Tensor:
-        """Normalised images (B, 3, S, S) to the input of block 0, (B, T, d): CLS, extra tokens, patches, with positions."""
+        """Normalised images (B, 3, S, S) to the input of block 0, (B, T, d): CLS, extra tokens and patches behind the stem."""
         size = self.shape.image_size
         if images.ndim != 4 or tuple(images.shape[1:]) != (CHANNELS, size, size):
             raise ContractError(f"images must be (B, {CHANNELS}, {size}, {size}), got {tuple(images.shape)}")
@@ -61,7 +69,23 @@ class ViT:
         patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
         patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
         tokens = torch.cat([weights["lead"].expand(len(images), -1, -1), patches], dim=1)
-        return self._norm("ln_pre", tokens) if "ln_pre.weight" in weights else tokens
+        tokens = self._norm("ln_pre", tokens) if "ln_pre.weight" in weights else tokens
+        for block in range(-self.stem, 0):
+            (tokens,) = self._block(block, [tokens], [])
+        return tokens
+
+    def with_added(self, changes: Mapping[str, Tensor]) -> ViT:
+        """The same transformer with something added to some of its weights; `blocks.0` is the first block behind the stem."""
+        weights = dict(self.weights)
+        for name, change in changes.items():
+            parts = name.split(".")
+            if parts[0] == "blocks":
+                parts[1] = str(int(parts[1]) + self.stem)
+            own = ".".join(parts)
+            if own not in weights or weights[own].shape != change.shape:
+                raise ContractError(f"added weights must fit the backbone, got {name!r} of shape {tuple(change.shape)}")
+            weights[own] = weights[own] + change
+        return dataclasses.replace(self, weights=weights)
 
     def run(
         self,
@@ -69,6 +93,7 @@ class ViT:
         prompts: Sequence[VisionPrompt] = (),
         reads: Iterable[str] = ("cls",),
         start: int = 0,
+        pause: tuple[int, Callable[[Tensor], Sequence[VisionPrompt]]] | None = None,
     ) -> dict[str, Tensor]:
         """Run the blocks from `start` on with prompts inserted, and read rows after the final norm.
 
@@ -76,12 +101,22 @@ class ViT:
         once and kept. Reads: `cls` (B, d), `patches` (B, M, d), `prompts` (B, P, d) with the rows that are still there
         after the last block, slot by slot and oldest first within an appending slot. The order of rows inside the
         sequence cannot be observed, because prompts carry no position.
+
+        `pause` names a block and a function from the CLS rows (B, d) that enter it to prompts that join from there on.
         """
         reads = frozenset(reads)
-        self._check(tokens, prompts, reads, start)
-        batch, last = len(tokens), self.shape.depth - 1
-        main, slots = tokens, [tokens.new_empty(batch, 0, self.shape.width) for _ in prompts]
-        for block in range(start, last):
+        self._check(tokens, prompts, reads, start, pause)
+        batch, last = len(tokens), self.depth - 1
+        empty = tokens.new_empty(batch, 0, self.shape.width)
+        main, prompts, slots = tokens, list(prompts), [empty for _ in prompts]
+        for block in range(start, self.depth):
+            if pause is not None and block == pause[0]:
+                joining = list(pause[1](main[:, 0]))
+                for prompt in joining:
+                    check_prompt(prompt, batch=batch, width=self.shape.width, first=block, depth=self.depth)
+                prompts, slots = prompts + joining, slots + [empty for _ in joining]
+            if block == last:
+                break
             slots = [enter(prompt, rows, block) for prompt, rows in zip(prompts, slots, strict=True)]
             stay = [not leaves(prompt, block) for prompt in prompts]
             live = [main, *(rows.expand(batch, -1, -1) for rows, s in zip(slots, stay, strict=True) if s)]
@@ -93,9 +128,9 @@ class ViT:
 
     def block_inputs(self, tokens: Tensor, blocks: Sequence[int] | None = None) -> list[Tensor]:
         """The inputs (B, T, d) of the listed blocks (all when None) in an un-prompted pass."""
-        wanted = range(self.shape.depth) if blocks is None else blocks
-        if any(not 0 <= block < self.shape.depth for block in wanted):
-            raise ContractError(f"blocks must be in 0..{self.shape.depth - 1}, got {list(wanted)}")
+        wanted = range(self.depth) if blocks is None else blocks
+        if any(not 0 <= block < self.depth for block in wanted):
+            raise ContractError(f"blocks must be in 0..{self.depth - 1}, got {list(wanted)}")
         found = {0: tokens}
         for block in range(max(wanted, default=0)):
             (tokens,) = self._block(block, [tokens], [])
@@ -103,9 +138,15 @@ class ViT:
                 found[block + 1] = tokens
         return [found[block] for block in wanted]
 
+    def read_early(self, tokens: Tensor, blocks: int) -> Tensor:
+        """The final norm of the CLS row (B, d) after the first so many blocks of an un-prompted pass."""
+        if blocks == self.depth:
+            return self.run(tokens)["cls"]
+        return self._norm("norm", self.block_inputs(tokens, [blocks])[0][:, 0])
+
     def digest(self) -> str:
         """The identity of what this backbone computes: architecture, resolution, preprocessing and every byte of every weight."""
-        described = {**dataclasses.asdict(self.shape), "mean": self.mean, "std": self.std}
+        described = {**dataclasses.asdict(self.shape), "mean": self.mean, "std": self.std, "stem": self.stem}
         sha = hashlib.sha256(repr(sorted(described.items())).encode())
         for name in sorted(self.weights):
             tensor = self.weights[name].detach().cpu().contiguous()
@@ -128,7 +169,7 @@ class ViT:
         self, main: Tensor, prompts: Sequence[VisionPrompt], slots: list[Tensor], reads: frozenset[str]
     ) -> dict[str, Tensor]:
         """Only the rows that are read are live."""
-        block, lead = self.shape.depth - 1, 1 + self.shape.extra_tokens
+        block, lead = self.depth - 1, 1 + self.shape.extra_tokens
         cls, extra, patches = main.split([1, lead - 1, self.shape.patches], dim=1)
         rows, passive = {"cls": cls, "patches": patches}, [extra]
         if "prompts" in reads:
@@ -146,7 +187,7 @@ class ViT:
 
     def _block(self, block: int, live: list[Tensor], passive: list[Tensor]) -> list[Tensor]:
         """One pre-norm block over pieces of a sequence; returns the live ones. Passive ones may have batch size 1."""
-        weights, prefix, width = self.weights, f"blocks.{block}.", self.shape.width
+        weights, prefix, width = self.weights, f"blocks.{self.stem + block}.", self.shape.width
         x = torch.cat(live, dim=1) if len(live) > 1 else live[0]
         weight, bias = weights[prefix + "attention.in.weight"], weights[prefix + "attention.in.bias"]
 
@@ -189,13 +230,22 @@ class ViT:
         weight, bias = self.weights[name + ".weight"], self.weights[name + ".bias"]
         return F.layer_norm(x, (self.shape.width,), weight, bias, self.shape.norm_eps)
 
-    def _check(self, tokens: Tensor, prompts: Sequence[VisionPrompt], reads: frozenset[str], start: int) -> None:
+    def _check(
+        self,
+        tokens: Tensor,
+        prompts: Sequence[VisionPrompt],
+        reads: frozenset[str],
+        start: int,
+        pause: tuple[int, object] | None,
+    ) -> None:
         shape = self.shape
         if tokens.ndim != 3 or tuple(tokens.shape[1:]) != (shape.tokens, shape.width):
             raise ContractError(f"tokens must be (B, {shape.tokens}, {shape.width}), got {tuple(tokens.shape)}")
         if not reads or not reads <= set(READS):
             raise ContractError(f"reads must be some of {', '.join(READS)}, got {sorted(reads)}")
-        if not 0 <= start < shape.depth:
-            raise ContractError(f"start must be in 0..{shape.depth - 1}, got {start}")
+        if not 0 <= start < self.depth:
+            raise ContractError(f"start must be in 0..{self.depth - 1}, got {start}")
+        if pause is not None and not start <= pause[0] < self.depth:
+            raise ContractError(f"pause must be in {start}..{self.depth - 1}, got {pause[0]}")
         for prompt in prompts:
-            check_prompt(prompt, batch=len(tokens), width=shape.width, first=start, depth=shape.depth)
+            check_prompt(prompt, batch=len(tokens), width=shape.width, first=start, depth=self.depth)

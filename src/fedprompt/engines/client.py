@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from fedprompt.evaluation.scoring import score
 from fedprompt.federation import wire
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Client, Method, Progress, Seen, Stage, World
+from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Tensors, pick
 from fedprompt.streams import stream
 
@@ -38,15 +40,23 @@ def look(
     """The frozen backbone between `prompts` and `logits`. Without prompts, cached features are read instead."""
     given = method.prompts(world, params, batch, noise)
     reads = dict.fromkeys(("cls", *method.reads))
-    if given.vision:
+    extra = dict(given.extra)
+    if given.vision or given.weights or given.pause is not None:
         tokens = images.tokens(positions)
         if given.repeat > 1:
             tokens = tokens.repeat(given.repeat, 1, 1)
-        return Seen(**images.backbone.run(tokens, given.vision, reads), extra=given.extra)
+
+        def later(cls: Tensor) -> tuple[VisionPrompt, ...]:
+            more = method.later(world, params, cls, batch, noise)
+            extra.update(more.extra)
+            return more.vision
+
+        backbone = images.backbone.with_added(given.weights) if given.weights else images.backbone
+        pause = None if given.pause is None else (given.pause, later)
+        return Seen(**backbone.run(tokens, given.vision, reads, pause=pause), extra=extra)
     found = {name: images.features(name, positions) for name in reads if name != "prompts"}
     return Seen(
-        **{name: value.repeat(given.repeat, *[1] * (value.dim() - 1)) for name, value in found.items()},
-        extra=given.extra,
+        **{name: value.repeat(given.repeat, *[1] * (value.dim() - 1)) for name, value in found.items()}, extra=extra
     )
 
 
@@ -116,7 +126,7 @@ class ClientRuntime:
         params, progress, loss = self._run(self.method.stages(self.world, self.config.train), params, round, client, "")
         upload, local = self.method.finish(self.world, who, received, params, progress)
         wire.audit_local(local, self.world.roles, who.name)
-        upload = {**upload, **self._statistics("round", client, params, given=upload)}
+        upload = {**upload, **self._statistics("round", round, client, params, given=upload)}
         wire.audit_upload(upload, self.world.roles, who.name)
         self.states.put(client, local)
         return Reply(client, upload, who.samples, loss)
@@ -125,7 +135,7 @@ class ClientRuntime:
         """The statistics every client is asked for before the first round."""
         who = self._client(client, 0)
         params = self.method.personalise(self.world, who, received, self._local(client, who))
-        upload = self._statistics("start", client, params)
+        upload = self._statistics("start", 0, client, params)
         wire.audit_upload(upload, self.world.roles, who.name, when="start")
         return Reply(client, upload, who.samples)
 
@@ -141,9 +151,7 @@ class ClientRuntime:
             _, local = self.method.finish(self.world, who, received, params, progress)
             received = {**received, **pick(params, self.world.roles.shared)}
         params = self.method.personalise(self.world, who, received, local)
-        params, _, _ = self._run(
-            self.method.adaptation(self.world, self.config.train), params, round, client, "adaptation."
-        )
+        params, _, _ = self._run(self._fitting(client), params, round, client, "adaptation.")
         images = self.bank.images(client, "test")
         generator = stream(self.config.seed, round, client, "evaluation")
         draws = []
@@ -160,10 +168,17 @@ class ClientRuntime:
             )
         return score(probabilities, images.labels, images.domains, self.domain_names)
 
+    def _fitting(self, client: int) -> tuple[Stage, ...]:
+        """What a client does with the parameters it predicts with before it is evaluated."""
+        train = self.config.train
+        if client in self.world.newcomers:
+            return self.method.newcomer(self.world, train, self.config.federation.newcomer_epochs)
+        return self.method.adaptation(self.world, train)
+
     def _run(
         self, stages: Sequence[Stage], params: Tensors, round: int, client: int, purpose: str
     ) -> tuple[Tensors, Progress, float | None]:
-        images, train = self.bank.images(client, "train"), self.config.train
+        everything, train = self.bank.images(client, "train"), self.config.train
         steps, losses, seen = 0, 0.0, 0
         sizes: dict[str, float] = {}
         for stage in stages:
@@ -175,10 +190,13 @@ class ClientRuntime:
                 name: learning_rate(train, name, max(round, 1), self.config.federation.rounds)
                 for name in stage.trainable
             }
+            images = self._share(everything, stage, client)
             velocity: Tensors = {}
             number = 0
             for _ in range(stage.epochs):
                 for positions in torch.randperm(len(images), generator=order).split(train.batch_size):
+                    if number == stage.steps:
+                        break
                     noise = self._noise(stage.step, len(positions), True, draws)
                     leaves = {name: params[name].detach().requires_grad_() for name in stage.trainable}
                     loss = step_loss(stage.step, self.world, {**params, **leaves}, images, positions, noise)
@@ -203,7 +221,13 @@ class ClientRuntime:
             steps += number
         return params, Progress(steps, sizes), losses / seen if seen else None
 
-    def _statistics(self, when: str, client: int, params: Tensors, given: Collection[str] = ()) -> Tensors:
+    def _share(self, images: Images, stage: Stage, client: int) -> Images:
+        if stage.share == (0.0, 1.0):
+            return images
+        order = torch.randperm(len(images), generator=stream(self.config.seed, 0, client, "shares"))
+        return images.part(*stage.share, order)
+
+    def _statistics(self, when: str, round: int, client: int, params: Tensors, given: Collection[str] = ()) -> Tensors:
         """The declared statistics that `finish` has not given already, added up over the client's training images."""
         declared = {
             name: statistic for name, statistic in self.world.roles.statistics(when).items() if name not in given
@@ -211,12 +235,14 @@ class ClientRuntime:
         if not declared:
             return {}
         images = self.bank.images(client, "train")
+        generator = stream(self.config.seed, round, client, "statistics")
         totals = {name: torch.zeros(statistic.shape, dtype=torch.float64) for name, statistic in declared.items()}
         with torch.no_grad():
             for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
-                part = self.method.statistics(
-                    self.world, params, make_batch(self.method, images, positions, training=False)
-                )
+                batch = make_batch(self.method, images, positions, training=False)
+                noise = self._noise(self.method, len(positions), False, generator)
+                seen = partial(look, self.method, self.world, params, images, positions, batch, noise)
+                part = self.method.statistics(self.world, params, batch, seen)
                 for name in declared:
                     totals[name] += part[name].cpu()
         return {name: total.float() for name, total in wire.withhold_small(totals, declared).items()}

@@ -1,6 +1,7 @@
 """The images of one client as the backbone wants them, and un-prompted features computed once.
 
-Features are computed in chunks of fixed size and order, so that they are the same bits whenever and wherever they are computed.
+Features are computed in chunks of fixed size and order, so that they are the same bits whenever and wherever they are computed. Which ones
+are kept depends on the sizes alone: a feature whose rows for all images of all clients fit into `KEPT_BYTES` is kept in memory.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from fedprompt.backbones.vit import ViT
 from fedprompt.data.manifest import Manifest
 from fedprompt.data.sources import Source
 from fedprompt.data.transforms import ImageStore, normalise
+from fedprompt.errors import ContractError
 from fedprompt.roles import Tensors
 
 CHUNK = 64
+KEPT_BYTES = 2 * 2**30  #: per kind of feature
 
 
 @dataclass(frozen=True)
@@ -30,33 +33,71 @@ class Images:
     store: ImageStore
     backbone: ViT
     cached: Tensors
+    everybodys: int  #: images of all clients together
 
     def __len__(self) -> int:
         return len(self.indices)
 
+    def part(self, start: float, end: float, order: Tensor) -> Images:
+        """The images from one share to another in a given order; at least one."""
+        first = min(int(start * len(self)), len(self) - 1)
+        chosen = order[first : max(first + 1, int(end * len(self) + 0.5))]
+        return _Part(
+            self.indices[chosen.numpy()],
+            self.labels[chosen.to(self.labels.device)],
+            self.domains[chosen.numpy()],
+            self.store,
+            self.backbone,
+            {},
+            self.everybodys,
+            whole=self,
+            positions=chosen,
+        )
+
     def tokens(self, positions: Tensor) -> Tensor:
-        """Embedded images: the input of the first block."""
+        """Embedded images: the input of the first block that prompts can reach."""
+        return self.features("block_inputs:1", positions)[:, 0] if self.backbone.stem else self._embed(positions)
+
+    def features(self, name: str, positions: Tensor) -> Tensor:
+        """Un-prompted features by the names of `Method.needs`."""
+        kind, _, count = name.partition(":")
+        shape, depth = self.backbone.shape, self.backbone.depth
+        blocks = int(count) if count else depth
+        if kind not in ("cls", "patches", "block_inputs") or not 1 <= blocks <= depth:
+            raise ContractError(f"needs must name known features of blocks 1..{depth}, got {name!r}")
+        rows = {"cls": 1, "patches": shape.patches, "block_inputs": blocks * shape.tokens}[kind]
+        kept = rows * shape.width * self.backbone.dtype.itemsize * self.everybodys <= KEPT_BYTES
+        if not kept:
+            return self._compute(kind, blocks, self._embed(positions))
+        if name not in self.cached:
+            parts = torch.arange(len(self)).split(CHUNK)
+            self.cached[name] = torch.cat([self._compute(kind, blocks, self._embed(part)) for part in parts])
+        return self.cached[name][positions.to(self.backbone.device)]
+
+    def _compute(self, kind: str, blocks: int, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            if kind == "block_inputs":
+                return torch.stack(self.backbone.block_inputs(tokens, range(blocks)), dim=1)
+            if kind == "cls":
+                return self.backbone.read_early(tokens, blocks)
+            return self.backbone.run(tokens, reads=(kind,))[kind]
+
+    def _embed(self, positions: Tensor) -> Tensor:
         pixels = self.store.pixels(self.indices[positions.numpy()])
         backbone = self.backbone
         with torch.no_grad():
             return backbone.embed(normalise(pixels, backbone.mean, backbone.std, backbone.dtype, backbone.device))
 
-    def features(self, name: str, positions: Tensor) -> Tensor:
-        """Un-prompted features: "cls" is cached, the large ones are computed when asked for."""
-        if name == "cls":
-            return self._cls()[positions.to(self.backbone.device)]
-        tokens = self.tokens(positions)
-        with torch.no_grad():
-            if name == "block_inputs":
-                return torch.stack(self.backbone.block_inputs(tokens), dim=1)
-            return self.backbone.run(tokens, reads=(name,))[name]
 
-    def _cls(self) -> Tensor:
-        if "cls" not in self.cached:
-            parts = torch.arange(len(self)).split(CHUNK)
-            with torch.no_grad():
-                self.cached["cls"] = torch.cat([self.backbone.run(self.tokens(part))["cls"] for part in parts])
-        return self.cached["cls"]
+@dataclass(frozen=True)
+class _Part(Images):
+    """Some of a client's images, which share the features kept for all of them."""
+
+    whole: Images
+    positions: Tensor
+
+    def features(self, name: str, positions: Tensor) -> Tensor:
+        return self.whole.features(name, self.positions[positions])
 
 
 class ImageBank:
@@ -65,6 +106,7 @@ class ImageBank:
     def __init__(self, source: Source, manifest: Manifest, store: ImageStore, backbone: ViT) -> None:
         self._source, self._manifest, self._store, self._backbone = source, manifest, store, backbone
         self._cached: dict[tuple[int, str], Tensors] = {}
+        self._everybodys = sum(len(client.train) + len(client.test) for client in manifest.clients)
 
     def images(self, client: int, part: str) -> Images:
         holder = self._manifest.clients[client]
@@ -76,4 +118,5 @@ class ImageBank:
             store=self._store,
             backbone=self._backbone,
             cached=self._cached.setdefault((client, part), {}),
+            everybodys=self._everybodys,
         )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -43,11 +44,19 @@ class Observer:
     def finished(self) -> None: ...
 
 
-def sample_cohort(seed: int, round: int, clients: int, fraction: float) -> list[int]:
-    """At least one client, in ascending order: the order of work must not matter, so it is not random."""
-    count = max(1, round_half_up(fraction * clients))
-    chosen = torch.randperm(clients, generator=stream(seed, round, SERVER, "cohort"))[:count]
-    return sorted(chosen.tolist())
+def sample_cohort(seed: int, round: int, clients: Sequence[int], fraction: float) -> list[int]:
+    """At least one of the clients, in ascending order: the order of work must not matter, so it is not random."""
+    count = max(1, round_half_up(fraction * len(clients)))
+    chosen = torch.randperm(len(clients), generator=stream(seed, round, SERVER, "cohort"))[:count]
+    return sorted(clients[position] for position in chosen.tolist())
+
+
+def sample_newcomers(seed: int, clients: int, share: float) -> frozenset[int]:
+    """The clients that are held out for a whole run; at least one stays in, and one is held out if any share is asked for."""
+    if not share:
+        return frozenset()
+    count = min(max(1, round_half_up(share * clients)), clients - 1)
+    return frozenset(torch.randperm(clients, generator=stream(seed, 0, SERVER, "held_out"))[:count].tolist())
 
 
 def round_half_up(value: float) -> int:
@@ -79,6 +88,11 @@ class Federation:
             server = self._round(server, round)
         self.observer.finished()
 
+    @cached_property
+    def participants(self) -> list[int]:
+        """The clients that take part in training: all that are not held out."""
+        return [client for client in range(self.world.clients) if client not in self.world.newcomers]
+
     def _load(self) -> Server | None:
         row = self.store.server_state()
         if row is None:
@@ -94,8 +108,7 @@ class Federation:
         replies: list[Reply] = []
         if roles.statistics("start"):
             with clock.phase("survey"):
-                everyone = range(self.world.clients)
-                replies = self._audited(self.engine.survey(everyone, self._downloads(server, sent)), "start")
+                replies = self._audited(self.engine.survey(self.participants, self._downloads(server, sent)), "start")
                 server = _in_order(self.method.survey(self.world, server, self._uploads(replies)))
         bytes_up = sum(wire.size_in_bytes(reply.upload) for reply in replies)
         self._commit(server, RoundRecord(0, [], None, sum(sent.values()), bytes_up, None, clock.seconds), {})
@@ -103,7 +116,7 @@ class Federation:
 
     def _round(self, server: Server, round: int) -> Server:
         settings, clock = self.config.federation, Clock()
-        cohort = sample_cohort(self.config.seed, round, self.world.clients, settings.fraction)
+        cohort = sample_cohort(self.config.seed, round, self.participants, settings.fraction)
         self.observer.cohort(round, cohort)
         sent: dict[int, int] = {}
         with clock.phase("train"):
@@ -115,10 +128,10 @@ class Federation:
         results: dict[int, ClientResult] = {}
         if is_evaluated(round, settings):
             with clock.phase("evaluate"):
-                everyone = range(self.world.clients)
-                for client, result in self.engine.evaluate(round, everyone, self._downloads(server)):
+                tested = sorted(self.world.newcomers) or self.participants
+                for client, result in self.engine.evaluate(round, tested, self._downloads(server)):
                     results[client] = result
-                    self.observer.evaluated(round, len(results), len(everyone))
+                    self.observer.evaluated(round, len(results), len(tested))
         trained = [reply for reply in replies if reply.loss is not None]
         samples = sum(reply.samples for reply in trained)
         record = RoundRecord(

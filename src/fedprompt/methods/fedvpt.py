@@ -14,20 +14,19 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Method, Prompts, Seen, World
-from fedprompt.prompts.heads import read_head, zero_head
-from fedprompt.prompts.insertion import VisionPrompt, vpt_init
+from fedprompt.method import Batch, Prompts, World
+from fedprompt.methods.with_head import WithHead
+from fedprompt.prompts.insertion import VisionPrompt, initial_prompt
 from fedprompt.registry import register
 from fedprompt.roles import Roles, Tensors
 
 
 @register("fedvpt")
 @dataclass(frozen=True)
-class FedVPT(Method):
+class FedVPT(WithHead):
     """Shared prompts before the first block, carried through all of them."""
 
     prompt_tokens: Annotated[int, Field(ge=0)] = 10  #: K, learnable tokens per prompted block
@@ -35,7 +34,7 @@ class FedVPT(Method):
         1  #: blocks that get prompts of their own, counted from the first; null for all
     )
     after: Literal["carry", "drop"] = "carry"  #: what becomes of the prompts behind the last prompted block
-    head: Literal["local", "shared"] = "local"  #: who owns the head
+    prompt_init: Literal["random", "zero"] = "random"  #: VPT's uniform start, or all zeros
 
     def check(self, world: World, train: TrainConfig) -> None:
         if self.depth is not None and self.depth > world.blocks:
@@ -45,18 +44,12 @@ class FedVPT(Method):
 
     def init(self, world: World, generator: torch.Generator) -> Roles:
         depth = self.depth or world.blocks
-        prompt = vpt_init(depth, self.prompt_tokens, world.width, world.patch, generator).to(world.device, world.dtype)
-        head = zero_head(world.classes, world.width, world.dtype, world.device)
-        if self.head == "shared":
-            return Roles(shared={"prompt": prompt, **head})
-        return Roles(shared={"prompt": prompt}, local=head)
+        prompt = initial_prompt(self.prompt_init, depth, self.prompt_tokens, world.width, world.patch, generator)
+        return self.with_head(world, Roles(shared={"prompt": prompt.to(world.device, world.dtype)}))
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         prompt = params["prompt"]
         return Prompts(vision=(VisionPrompt(prompt, tuple(range(len(prompt))), after=self.after),))
-
-    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
-        return read_head(params, seen.cls)
 
 
 @register("fedvpt_deep")

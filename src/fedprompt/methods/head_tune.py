@@ -10,24 +10,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from fedprompt.method import Batch, Method, Seen, World
-from fedprompt.prompts.heads import read_head, zero_head
+from fedprompt.method import World
+from fedprompt.methods.with_head import WithHead
 from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors
+from fedprompt.roles import Roles
 
 
 @register("head_tune")
 @dataclass(frozen=True)
-class HeadTune(Method):
+class HeadTune(WithHead):
     """A linear head on frozen features."""
 
-    head: Literal["local", "shared"] = "shared"  #: who owns the head
+    head: Literal["local", "shared", "shared_then_finetune"] = "shared"  #: who owns the head
 
     def init(self, world: World, generator: torch.Generator) -> Roles:
-        head = zero_head(world.classes, world.width, world.dtype, world.device)
-        return Roles(shared=head) if self.head == "shared" else Roles(local=head)
-
-    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
-        return read_head(params, seen.cls)
+        return self.with_head(world, Roles())

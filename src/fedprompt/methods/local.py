@@ -24,5 +24,5 @@ class Local(FedVPT):
     def init(self, world: World, generator: torch.Generator) -> Roles:
         roles = super().init(world, generator)
         everything = {**roles.shared, **roles.local}
-        shared = {name: everything[name] for name in NAMES} if self.head == "shared" else {}
+        shared = {} if self.head == "local" else {name: everything[name] for name in NAMES}
         return Roles(shared=shared, local={name: tensor for name, tensor in everything.items() if name not in shared})

@@ -81,3 +81,11 @@ def vpt_bound(patch: int, width: int) -> float:
 def vpt_init(blocks: int, tokens: int, width: int, patch: int, generator: torch.Generator) -> Tensor:
     """Prompt tokens of shape (blocks, tokens, width) at VPT's initial scale."""
     return (torch.rand(blocks, tokens, width, generator=generator) * 2 - 1) * vpt_bound(patch, width)
+
+
+def initial_prompt(
+    kind: Literal["random", "zero"], blocks: int, tokens: int, width: int, patch: int, generator: torch.Generator
+) -> Tensor:
+    """VPT's start, or zeros."""
+    prompt = vpt_init(blocks, tokens, width, patch, generator)
+    return prompt if kind == "random" else torch.zeros_like(prompt)

@@ -66,13 +66,13 @@ def test_the_cosine_starts_full_and_is_half_in_the_middle() -> None:
     ("clients", "fraction", "count"), [(10, 0.25, 3), (10, 0.05, 1), (3, 0.01, 1), (100, 0.05, 5), (4, 1.0, 4)]
 )
 def test_a_cohort_has_the_asked_share_and_at_least_one_client(clients: int, fraction: float, count: int) -> None:
-    cohort = sample_cohort(0, 1, clients, fraction)
+    cohort = sample_cohort(0, 1, range(clients), fraction)
     assert len(cohort) == len(set(cohort)) == count
     assert all(0 <= client < clients for client in cohort)
 
 
 def test_cohorts_change_from_round_to_round_and_reach_everybody() -> None:
-    cohorts = [sample_cohort(0, round, 10, 0.3) for round in range(1, 31)]
+    cohorts = [sample_cohort(0, round, range(10), 0.3) for round in range(1, 31)]
     assert len({tuple(cohort) for cohort in cohorts}) > 20
     assert {client for cohort in cohorts for client in cohort} == set(range(10))
 

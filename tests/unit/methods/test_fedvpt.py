@@ -64,7 +64,7 @@ def test_two_rounds_equal_the_naive_implementation(vit_settings: Any, folder: Pa
     prompt, weight, bias = start["prompt"], start["head.weight"], start["head.bias"]
     heads = dict.fromkeys(range(world.clients), (weight, bias))
     for round in (1, 2):
-        cohort = sample_cohort(0, round, world.clients, 0.5)
+        cohort = sample_cohort(0, round, range(world.clients), 0.5)
         results = []
         for client in cohort:
             indices = manifest.clients[client].train

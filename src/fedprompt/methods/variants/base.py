@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -62,8 +62,8 @@ class Variant(Method):
     def survey(self, world: World, server: Server, uploads: Sequence[Upload]) -> Server:
         return self._with_own(server, self.inner.survey(self.inside(world), self._without_own(server), uploads))
 
-    def statistics(self, world: World, params: Tensors, batch: Batch) -> Tensors:
-        return self.inner.statistics(self.inside(world), params, batch)
+    def statistics(self, world: World, params: Tensors, batch: Batch, look: Callable[[], Seen]) -> Tensors:
+        return self.inner.statistics(self.inside(world), params, batch, look)
 
     def download(self, world: World, server: Server, client: int) -> Tensors:
         return self.inner.download(self.inside(world), self._without_own(server), client)
@@ -85,6 +85,9 @@ class Variant(Method):
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         return self.inner.prompts(self.inside(world), params, batch, noise)
+
+    def later(self, world: World, params: Tensors, cls: Tensor, batch: Batch, noise: Tensors) -> Prompts:
+        return self.inner.later(self.inside(world), params, cls, batch, noise)
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         return self.inner.logits(self.inside(world), params, seen, batch, noise)
@@ -114,6 +117,9 @@ class Variant(Method):
 
     def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         return self.inner.adaptation(self.inside(world), train)
+
+    def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
+        return tuple(self.wrapped(stage) for stage in self.inner.newcomer(self.inside(world), train, epochs))
 
     def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         return self.inner.predict(self.inside(world), params, seen, batch, noise)

@@ -61,6 +61,9 @@ class Ditto(Variant):
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         return super().prompts(world, self._view(params), batch, noise)
 
+    def later(self, world: World, params: Tensors, cls: Tensor, batch: Batch, noise: Tensors) -> Prompts:
+        return super().later(world, self._view(params), cls, batch, noise)
+
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         return super().logits(world, self._view(params), seen, batch, noise)
 

@@ -1,0 +1,39 @@
+"""The part most methods on plain vision transformers share: a linear head on the CLS row, and whose it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.method import Batch, Method, Seen, Stage, World
+from fedprompt.prompts import heads
+from fedprompt.roles import Roles, Tensors
+
+
+@dataclass(frozen=True)
+class WithHead(Method):
+    """A head that every client keeps, or that is averaged like the rest and, if asked, tuned on a copy before an evaluation."""
+
+    head: Literal["local", "shared", "shared_then_finetune"] = "local"  #: who owns the head
+    finetune_epochs: Annotated[int, Field(ge=0)] = (
+        5  #: epochs on the head before an evaluation, with shared_then_finetune
+    )
+
+    def with_head(self, world: World, roles: Roles) -> Roles:
+        """The roles with the head, zero at first, where the policy wants it."""
+        head = heads.zero_head(world.classes, world.width, world.dtype, world.device)
+        if self.head == "local":
+            return replace(roles, local={**roles.local, **head})
+        return replace(roles, shared={**roles.shared, **head})
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return heads.read_head(params, seen.cls)
+
+    def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        if self.head != "shared_then_finetune":
+            return ()
+        return (Stage(self, heads.NAMES, self.finetune_epochs, "finetune"),)
