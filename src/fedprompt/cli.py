@@ -21,11 +21,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+protocol = typer.Typer(
+    help="Series of runs that answer one question; each is a run like any other.", no_args_is_help=True
+)
+app.add_typer(protocol, name="protocol")
+
 ConfigPath = Annotated[Path, typer.Argument(help="A YAML file, such as configs/demo.yaml.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change, such as train.lr=0.1 method=head_tune.")
 ]
 Seeds = Annotated[list[str] | None, typer.Option("--seed", help="Seeds to run: --seed 0 --seed 1, or --seed 0,1,2.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue runs that were stopped; finished ones are kept.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 Runs = Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")]
 
@@ -61,34 +68,85 @@ def _root(
 def run(
     config: ConfigPath,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue runs that were stopped; finished ones are kept.")
-    ] = False,
+    resume: Resume = False,
     seed: Seeds = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")] = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Train: one run per method, seed and sweep value of the config. Stop it whenever you like and --resume."""
-    configs = _load(config, overrides, seed)
-    from fedprompt.experiment import Experiment
-    from fedprompt.run import Run
+    _train(_load(config, overrides, seed), resume, quiet, as_json)
 
-    experiments = [Experiment(each) for each in configs]  # a mistake in the last one shows before the first one starts
-    done: list[Run] = []
-    for experiment in experiments:
-        observer = None if quiet or as_json else _progress()
-        try:
-            done.append(experiment.run(resume=resume, observer=observer))
-        except KeyboardInterrupt:
-            _say(f"stopped; every finished round is in {experiment.config.run_directory}. Continue with --resume.")
-            raise
-        finally:
-            if observer is not None:
-                observer.stop()
-    _print_comparison(done, "json" if as_json else "table")
-    if not as_json:
-        for each in done:
-            _say(f"run file: {each.directory / 'run.db'}")
+
+@protocol.command("new-clients")
+def new_clients(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    share: Annotated[float, typer.Option(help="Of the clients that are held out of training.")] = 0.5,
+    epochs: Annotated[int, typer.Option(help="In which each of them fits its head before it is evaluated.")] = 5,
+    resume: Resume = False,
+    seed: Seeds = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Hold some clients out of training, and evaluate only those."""
+    from fedprompt.evaluation import protocols
+
+    _train(protocols.new_clients(config, overrides or (), _seeds(seed), share, epochs), resume, quiet, as_json)
+
+
+@protocol.command()
+def sweep(
+    axis: Annotated[
+        str,
+        typer.Argument(
+            metavar="FIELD=VALUES", help="Such as method.predict_draws=1..10, or method.prompt_init=random,zero."
+        ),
+    ],
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    seed: Seeds = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a config once per value of one setting, and draw the accuracies against it."""
+    from fedprompt.evaluation import protocols
+
+    series = protocols.sweep(axis, config, overrides or (), _seeds(seed))
+    done = _train(series.configs, resume, quiet, as_json)
+    from fedprompt.report.sweeps import save_sweep
+
+    _say(f"picture: {save_sweep(done, series.field, series.picture)}")
+
+
+@protocol.command()
+def ablation(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    seed: Seeds = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """pFedBayesPT as point estimate, as Gaussian and whole, with the settings they have in common."""
+    from fedprompt.evaluation import protocols
+
+    _train(protocols.ablation(config, overrides or (), _seeds(seed)), resume, quiet, as_json)
+
+
+@protocol.command()
+def heterogeneity(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    seed: Seeds = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Clients that hold one of two label subsets each, and clients that hold both."""
+    from fedprompt.evaluation import protocols
+
+    _train(protocols.heterogeneity(config, overrides or (), _seeds(seed)), resume, quiet, as_json)
 
 
 @app.command()
@@ -234,6 +292,29 @@ def doctor(as_json: AsJson = False) -> None:
     lines += [f"asset {row['name']:22} {'present' if row['present'] else 'missing'}" for row in findings["assets"]]
     lines += [f"missing: {each}" for each in findings["missing"]] or ["nothing is missing"]
     _emit(findings, as_json, "\n".join(lines))
+
+
+def _train(configs: list[Any], resume: bool, quiet: bool, as_json: bool) -> list[Any]:
+    """The runs of some configs, with their progress while they last and their comparison at the end."""
+    from fedprompt.experiment import Experiment
+
+    experiments = [Experiment(each) for each in configs]  # a mistake in the last one shows before the first one starts
+    done = []
+    for experiment in experiments:
+        observer = None if quiet or as_json else _progress()
+        try:
+            done.append(experiment.run(resume=resume, observer=observer))
+        except KeyboardInterrupt:
+            _say(f"stopped; every finished round is in {experiment.config.run_directory}. Continue with --resume.")
+            raise
+        finally:
+            if observer is not None:
+                observer.stop()
+    _print_comparison(done, "json" if as_json else "table")
+    if not as_json:
+        for each in done:
+            _say(f"run file: {each.directory / 'run.db'}")
+    return done
 
 
 def _load(config: Path, overrides: list[str] | None, seeds: list[str] | None) -> list[Any]:

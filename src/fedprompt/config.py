@@ -18,7 +18,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, broken
+
+SCALE = "scale="  # the override that chooses an overlay
+CASES = "cases"  # the axis of a sweep whose choices set several settings each
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -60,6 +63,8 @@ class DataConfig(Section):
     format: Literal["auto", "embedded", "tiny", "folder", "domain_folder", "parquet", "cifar10", "cifar100", "hub"] = (
         "auto"
     )
+    classes: Annotated[list[str], Field(min_length=1)] | None = None  #: keep only these classes, in this order
+    per_domain: Positive | None = None  #: keep at most this many images of every domain, evenly over the classes
     train_per_cell: Positive | None = None  #: keep at most this many training images of every (domain, class)
     test_per_cell: Positive | None = None  #: the same for test images
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2  #: used when the source has no split of its own
@@ -70,13 +75,15 @@ class DataConfig(Section):
 class PartitionConfig(Section):
     """Which client holds which images."""
 
-    scheme: Literal["domains", "classes", "dirichlet", "dirichlet_in_domains", "disjoint", "iid", "manifest"] = (
-        "domains"
-    )
+    scheme: Literal[
+        "domains", "classes", "dirichlet", "dirichlet_in_domains", "disjoint", "label_subsets", "iid", "manifest"
+    ] = "domains"
     clients: Positive = 6
     domains_per_client: Positive = 1  #: m of scheme `domains`
     classes_per_client: Positive = 2  #: s of scheme `classes`
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.3  #: concentration of the Dirichlet schemes
+    subsets: Positive = 2  #: disjoint label subsets of scheme `label_subsets`
+    subsets_per_client: Positive = 1  #: how many of them a client holds
     shots: Positive | None = None  #: training images per class of scheme `disjoint`; all when absent
     min_train: Positive = 1  #: every client gets at least this many training images
     min_test: Positive = 1  #: and this many test images
@@ -195,7 +202,14 @@ def _digest(value: object) -> str:
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> list[Config]:
-    """Read a YAML file, apply `key=value` overrides, and expand its `sweep` and the seeds into one config per run."""
+    """Read a YAML file, lay the overlay of `scale=...` over it, apply the other `key=value` overrides, and expand its
+    `sweep` and the seeds into one config per run.
+    """
+    return told_apart(load_alike(path, overrides, seeds))
+
+
+def load_alike(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> list[Config]:
+    """What `load` gives before names tell the runs apart: all are called as the file says."""
     try:
         raw = read_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -206,21 +220,69 @@ def load(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] =
         raise ConfigError(f"config: {str(path)!r} must hold a mapping of sections, got {type(raw).__name__}")
     raw.setdefault("name", Path(path).stem)
     overrides = list(overrides)
+    scales = [override.removeprefix(SCALE) for override in overrides if override.startswith(SCALE)]
+    overrides = [override for override in overrides if not override.startswith(SCALE)]
+    raw = at_scale(raw, scales[-1] if scales else None)
     runs = expand(without_axes(raw, [override.partition("=")[0] for override in overrides]), seeds)
-    return told_apart([parse(apply_overrides(values, overrides)) for values in runs])
+    return [parse(apply_overrides(values, overrides)) for values in runs]
+
+
+def at_scale(values: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
+    """The settings with the overlay `scales.<scale>` laid over them; without a scale, as they stand.
+
+    An axis of the overlay's `sweep` replaces that axis, and null removes it. Any other setting of the overlay is not
+    swept any more. The name tells the scale.
+    """
+    base = dict(values)
+    scales = base.pop("scales", None) or {}
+    if not isinstance(scales, dict) or not all(isinstance(overlay, dict) for overlay in scales.values()):
+        raise ConfigError(broken("scales", "map names to sections of settings", scales))
+    if scale is None:
+        return base
+    if scale not in scales:
+        raise ConfigError(
+            broken("scale", f"be one of the config's scales ({', '.join(map(str, scales)) or 'none'})", scale)
+        )
+    overlay = {"name": f"{base['name']}-{scale}", **scales[scale]}
+    settings = dict(_flatten({key: value for key, value in overlay.items() if key != "sweep"}))
+    merged = _merged(without_axes(base, settings), overlay)
+    if isinstance(merged.get("sweep"), dict):
+        merged["sweep"] = {axis: choices for axis, choices in merged["sweep"].items() if choices is not None}
+    return merged
+
+
+def _merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings are merged key by key; any other value of the overlay takes the place of the one below."""
+    result = dict(base)
+    for key, value in overlay.items():
+        below = result.get(key)
+        if key in ("method", "variant") and isinstance(below, str):
+            below = {"name": below}
+        if isinstance(below, dict) and isinstance(value, dict):
+            result[key] = _merged(below, value)
+        else:
+            result[key] = deepcopy(value)
+    return result
 
 
 def without_axes(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """A setting given by hand is not swept any more."""
+    """A setting given by hand is not swept any more, and cases that then say the same are one."""
     kept = dict(values)
     if isinstance(kept.get("sweep"), dict):
         given = [key.split(".") for key in keys]
-        kept["sweep"] = {
-            axis: choices
-            for axis, choices in kept["sweep"].items()
-            if not any(axis.split(".")[: len(key)] == key for key in given)
-        }
+
+        def is_open(axis: str) -> bool:
+            return not any(axis.split(".")[: len(key)] == key for key in given)
+
+        kept["sweep"] = {axis: choices for axis, choices in kept["sweep"].items() if is_open(axis)}
+        if _are_cases(kept["sweep"].get(CASES)):
+            cases = [{key: value for key, value in case.items() if is_open(key)} for case in kept["sweep"][CASES]]
+            kept["sweep"][CASES] = [case for number, case in enumerate(cases) if case not in cases[:number]]
     return kept
+
+
+def _are_cases(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(case, dict) for case in value)
 
 
 def told_apart(configs: list[Config]) -> list[Config]:
@@ -235,9 +297,18 @@ def told_apart(configs: list[Config]) -> list[Config]:
             raise ConfigError(f"sweep must not hold the same run twice, got {name!r} {len(alike)} times")
         for number in alike if len(alike) > 1 else []:
             parts = [f"{key.split('.')[-1]}{flat[number][key]}" for key in varied if key in flat[number]]
-            text = re.sub(r"[^A-Za-z0-9._+-]", "_", "-".join([configs[number].name, *parts]))
-            result[number] = configs[number].model_copy(update={"name": text})
+            result[number] = renamed(configs[number], *parts)
     return result
+
+
+def renamed(config: Config, *parts: str) -> Config:
+    """The same config with more to its name."""
+    return config.model_copy(update={"name": file_name(config.name, *parts)})
+
+
+def file_name(*parts: str) -> str:
+    """The parts with dashes between them, and nothing a file system would stumble over."""
+    return re.sub(r"[^A-Za-z0-9._+-]", "_", "-".join(parts))
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -305,19 +376,27 @@ def _set(values: dict[str, Any], path: list[str], value: Any, key: str) -> None:
 
 
 def expand(values: Mapping[str, Any], seeds: Iterable[int] = ()) -> list[dict[str, Any]]:
-    """One mapping per run: the product of the lists under `sweep`, for every seed."""
+    """One mapping per run: for every seed, the product of the lists under `sweep`.
+
+    Seeds come first: neighbours then have the same images and share what is computed of them. The axis `cases` lists mappings of settings
+    that belong together, such as a method and its learning rate.
+    """
     base = deepcopy(dict(values))
     axes = base.pop("sweep", None) or {}
     if not isinstance(axes, dict) or not all(isinstance(choices, list) and choices for choices in axes.values()):
         raise ConfigError(f"sweep must map settings to lists of values, got {axes!r}")
+    if CASES in axes and not _are_cases(axes[CASES]):
+        raise ConfigError(broken(f"sweep.{CASES}", "be a list of mappings of settings to values", axes[CASES]))
     seeds = list(seeds)
     if seeds:
-        axes["seed"] = seeds
+        axes = {"seed": seeds, **{axis: choices for axis, choices in axes.items() if axis != "seed"}}
     runs = []
     for choice in itertools.product(*axes.values()):
         run = deepcopy(base)
         for key, value in zip(axes, choice, strict=True):
-            _set(run, key.split("."), deepcopy(value), f"sweep.{key}")
+            together = value if key == CASES else {key: value}
+            for setting, chosen in together.items():
+                _set(run, setting.split("."), deepcopy(chosen), f"sweep.{setting}")
         runs.append(run)
     return runs
 

@@ -154,7 +154,7 @@ def test_validate_prints_a_hash_for_each_run(call: Call, config: Any) -> None:
         (["federation.rounds=two"], 2, "federation.rounds must be a valid integer, got 'two'"),
         (["train.colour=red"], 2, "train.colour is not a known setting"),
         (["method=fedvtp"], 2, "method.name must be one of"),
-        (["method.head='False'"], 2, "method.head must be 'local' or 'shared', got 'False'"),
+        (["method.head='False'"], 2, "method.head must be 'local', 'shared' or 'shared_then_finetune', got 'False'"),
         (["method.prompt_tokens=true"], 2, "method.prompt_tokens must be a valid integer, got True"),
         (["variant=fedproks"], 2, "variant.name must be one of"),
         (["variant.mu=0.1"], 2, "variant must have a name"),

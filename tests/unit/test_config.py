@@ -147,6 +147,84 @@ def test_a_setting_inside_a_swept_section_changes_every_run(tmp_path: Path) -> N
     assert [each.method for each in made] == [{"name": name, "prompt_tokens": 3} for name in ("local", "fedvpt")]
 
 
+SCALED = """
+train: {epochs: 5, lr: 0.01, lrs: {encoder.*: 0.001}}
+federation: {rounds: 100}
+method: fedvpt
+sweep: {partition.domains_per_client: [1, 2, 3], train.batch_size: [64, 128]}
+scales:
+  small:
+    train: {epochs: 1, lrs: {head.*: 0.002}}
+    method: {prompt_tokens: 4}
+    sweep: {partition.domains_per_client: [1, 2], train.batch_size: null}
+  fixed:
+    partition: {domains_per_client: 4}
+"""
+
+
+def scaled(folder: Path, *overrides: str, text: str = SCALED) -> list[config.Config]:
+    path = folder / "x.yaml"
+    path.write_text(text)
+    return config.load(path, overrides)
+
+
+def test_without_a_scale_the_scales_are_ignored(tmp_path: Path) -> None:
+    made = scaled(tmp_path)
+    assert len(made) == 6
+    assert {(each.train.epochs, each.federation.rounds) for each in made} == {(5, 100)}
+    assert not any("small" in each.name for each in made)
+
+
+@pytest.mark.parametrize("overrides", [("scale=small", "seed=3"), ("seed=3", "scale=small")])
+def test_a_scale_is_merged_over_the_file_wherever_it_is_given(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    made = scaled(tmp_path, *overrides)
+    assert [each.partition.domains_per_client for each in made] == [1, 2]
+    for each in made:
+        assert (each.train.epochs, each.train.lr, each.train.batch_size, each.seed) == (1, 0.01, 32, 3)
+        assert each.train.lrs == {"encoder.*": 0.001, "head.*": 0.002}
+        assert each.method == {"name": "fedvpt", "prompt_tokens": 4}
+        assert each.federation.rounds == 100
+
+
+def test_an_override_wins_over_the_scale(tmp_path: Path) -> None:
+    (made,) = scaled(
+        tmp_path, "train.epochs=7", "partition.domains_per_client=5", "scale=small", "method.prompt_tokens=9"
+    )
+    assert (made.train.epochs, made.partition.domains_per_client, made.method["prompt_tokens"]) == (7, 5, 9)
+
+
+def test_a_setting_of_a_scale_is_not_swept(tmp_path: Path) -> None:
+    made = scaled(tmp_path, "scale=fixed")
+    assert [(each.partition.domains_per_client, each.train.batch_size) for each in made] == [(4, 64), (4, 128)]
+
+
+def test_the_name_of_a_run_tells_the_scale_unless_it_is_given(tmp_path: Path) -> None:
+    assert {each.name for each in scaled(tmp_path, "scale=small")} == {
+        "x-small-domains_per_client1",
+        "x-small-domains_per_client2",
+    }
+    assert [each.name for each in scaled(tmp_path, "scale=small", "name=y", "partition.domains_per_client=1")] == ["y"]
+    assert [each.name for each in scaled(tmp_path, "scale=s", text="name: a\nscales: {s: {name: b}}")] == ["b"]
+
+
+def test_an_unknown_scale_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"scale must be one of the config's scales \(small, fixed\), got 'large'"):
+        scaled(tmp_path, "scale=large")
+    with pytest.raises(ConfigError, match=r"scale must be one of the config's scales \(none\), got 'small'"):
+        scaled(tmp_path, "scale=small", text="seed: 1")
+
+
+@pytest.mark.parametrize("text", ["scales: 3", "scales: {small: 3}"])
+def test_scales_that_are_no_overlays_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="scales must map names to sections of settings, got"):
+        scaled(tmp_path, text=text)
+
+
+def test_a_bad_value_inside_a_scale_is_told_by_its_field(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.epochs must be greater than or equal to 1, got 0"):
+        scaled(tmp_path, "scale=s", text="scales: {s: {train: {epochs: 0}}}")
+
+
 def test_the_same_run_twice_in_a_sweep_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("sweep: {method: [local, local]}\n")

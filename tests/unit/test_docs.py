@@ -13,6 +13,10 @@ import yaml
 from support import offer_method
 
 from fedprompt import config, errors, registry
+from fedprompt.assets import cache_directory
+from fedprompt.data import embedded
+from fedprompt.data.partition import make_manifest
+from fedprompt.data.sources import open_source
 
 pytestmark = pytest.mark.unit
 
@@ -41,11 +45,80 @@ def test_every_exit_code_is_documented() -> None:
         assert f"| {code} |" in table
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_in_the_project_is_valid_and_says_how_to_launch_it(path: Path) -> None:
-    for each in config.load(path):
+def scales(path: Path) -> list[list[str]]:
+    """The overrides under which a config is valid: none, and each of its scales."""
+    return [[], *([f"scale={scale}"] for scale in config.read_yaml(path.read_text()).get("scales", {}))]
+
+
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+LAUNCHES = [
+    pytest.param(path, overrides, id="-".join([str(path.relative_to(ROOT / "configs")), *overrides]))
+    for path in CONFIGS
+    for overrides in scales(path)
+]
+PAPERS = [path for path in CONFIGS if "papers" in path.parts]
+
+
+@pytest.mark.parametrize(("path", "overrides"), LAUNCHES)
+def test_every_config_in_the_project_is_valid_and_says_how_to_launch_it(path: Path, overrides: list[str]) -> None:
+    for each in config.load(path, overrides):
         registry.build(each.method, each.variant)
-    assert "fedprompt run" in path.read_text().split("\n\n")[0]
+    header = path.read_text().split("\n\n")[0]
+    assert " ".join(["fedprompt run", str(path.relative_to(ROOT)), *overrides]) in header
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
+def test_a_paper_has_a_small_scale_that_needs_only_a_package_registry(path: Path) -> None:
+    for each in config.load(path, ["scale=small"]):
+        assert (each.data.source, each.backbone.name) == ("embedded", "dinov2-small")
+
+
+@pytest.mark.assets
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
+def test_the_embedded_set_can_be_divided_as_the_small_scale_of_a_paper_says(path: Path) -> None:
+    if not embedded.path(cache_directory()).is_file():
+        pytest.skip("the embedded set is not in the cache: run `make assets`")
+    for each in config.load(path, ["scale=small"]):
+        source = open_source(each.data, cache_directory())
+        manifest = make_manifest(source, each.data, each.partition, each.seed)
+        assert len(manifest.clients) == each.partition.clients
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "values", "runs"),
+    [
+        ("table1", "domains_per_client", {1, 2, 3, 4, 5, 6}, 42),
+        ("table2", "classes_per_client", {5, 10, 15, 20, 50}, 35),
+        ("table3_domainnet", "domains_per_client", {1, 2}, 14),
+        ("table3_cifar100", "classes_per_client", {5, 10}, 14),
+        ("table4_domainnet", "domains_per_client", {6}, 3),
+        ("table4_cifar100", "classes_per_client", {50}, 3),
+        ("figure1_domainnet", "domains_per_client", {6}, 10),
+        ("figure1_cifar100", "classes_per_client", {50}, 10),
+    ],
+)
+def test_the_configs_of_pfedbayespt_hold_the_settings_of_the_paper(
+    name: str, axis: str, values: set[int], runs: int
+) -> None:
+    made = config.load(ROOT / "configs/papers/pfedbayespt" / f"{name}.yaml")
+    assert len(made) == runs
+    assert {getattr(each.partition, axis) for each in made} == values
+    for each in made:
+        full = registry.completed(each)
+        assert (full.train.epochs, full.train.lr, full.federation.rounds) == (5, 0.01, 100)
+        assert (full.backbone.name, full.backbone.image_size) == ("google/vit-base-patch16-224-in21k", 224)
+        assert full.federation.held_out == (0.5 if name.startswith("table3") else 0)
+        if full.partition.scheme == "domains":
+            assert (full.partition.clients, full.federation.fraction, full.data.per_domain) == (6, 1.0, 1830)
+            assert len(full.data.classes or []) == 10
+        else:
+            share = 0.1 if name.startswith("table3") else 0.05
+            assert (full.partition.clients, full.federation.fraction) == (100, share)
+        assert full.method.get("prompt_tokens", 10) == 10
+        if full.method["name"] == "pfedbayespt":
+            expected = {"instance_tokens": 1, "keep_probability": 0.9, "draws": 1, "extra_samples": 1}
+            assert expected.items() <= full.method.items()
+            assert full.method["predict_draws"] == 5 or name.startswith("figure1")
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,10 @@ class ViT:
         """The same transformer with something added to some of its weights; `blocks.0` is the first block behind the stem."""
         weights = dict(self.weights)
         for name, change in changes.items():
-            parts = name.split(".")
-            if parts[0] == "blocks":
-                parts[1] = str(int(parts[1]) + self.stem)
-            own = ".".join(parts)
+            kind, _, rest = name.partition(".")
+            number, _, part = rest.partition(".")
+            behind_stem = kind == "blocks" and number.isdecimal()
+            own = f"blocks.{int(number) + self.stem}.{part}" if behind_stem else name
             if own not in weights or weights[own].shape != change.shape:
                 raise ContractError(f"added weights must fit the backbone, got {name!r} of shape {tuple(change.shape)}")
             weights[own] = weights[own] + change

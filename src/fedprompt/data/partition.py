@@ -13,6 +13,7 @@ from fedprompt.data.schemes import (
     by_dirichlet_in_domains,
     by_disjoint_classes,
     by_domains,
+    by_label_subsets,
     evenly,
 )
 from fedprompt.data.split import train_and_test
@@ -49,9 +50,7 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
         scheme={
             **partition.model_dump(mode="json", exclude={"manifest"}),
             "seed": seed,
-            "data": data.model_dump(
-                mode="json", include={"train_per_cell", "test_per_cell", "test_fraction", "split_seed"}
-            ),
+            "data": data.model_dump(mode="json", exclude={"source", "format", "resize"}),
         },
     )
 
@@ -71,6 +70,8 @@ def divide(supply: Supply, partition: PartitionConfig, seed: int) -> Division:
             return by_dirichlet_in_domains(supply, clients, *draws, seed)
         case "disjoint":
             return by_disjoint_classes(supply, clients, partition.shots, seed)
+        case "label_subsets":
+            return by_label_subsets(supply, clients, partition.subsets, partition.subsets_per_client, seed)
         case "iid":
             return evenly(supply, clients, seed)
     raise ConfigError(broken("partition.scheme", "divide images", partition.scheme))

@@ -150,6 +150,25 @@ def by_disjoint_classes(supply: Supply, clients: int, shots: int | None, seed: i
     return _by_class(supply, shares, seed, "disjoint")
 
 
+def by_label_subsets(supply: Supply, clients: int, subsets: int, per_client: int, seed: int) -> Division:
+    """Shuffled classes are cut into subsets whose sizes differ by one at most. Client k holds subsets k .. k+p-1 (mod
+    `subsets`); each class is divided evenly among the clients that hold it.
+    """
+    count = len(supply.class_names)
+    if subsets > count:
+        raise ConfigError(broken("partition.subsets", f"be at most the {count} classes of the data", subsets))
+    if per_client > subsets:
+        raise ConfigError(broken("partition.subsets_per_client", f"be at most partition.subsets {subsets}", per_client))
+    if clients + per_client - 1 < subsets:
+        rule = f"be at least {subsets - per_client + 1}, so that each of the {subsets} label subsets has a holder"
+        raise ConfigError(broken("partition.clients", rule, clients))
+    held = np.zeros((count, clients))
+    for subset, group in enumerate(np.array_split(stream(seed, "label_subsets").permutation(count), subsets)):
+        for client in range(clients):
+            held[group, client] = (subset - client) % subsets < per_client
+    return _by_class(supply, held / held.sum(axis=1, keepdims=True), seed, "label_subsets")
+
+
 def evenly(supply: Supply, clients: int, seed: int) -> Division:
     """IID: every client gets the same part of every (domain, class)."""
     shares = np.full((len(supply.domain_names), len(supply.class_names), clients), 1 / clients)

@@ -9,6 +9,7 @@ from fedprompt.data.base import Source
 from fedprompt.data.cifar import CifarSource, detect_cifar
 from fedprompt.data.folders import FolderSource, has_domains
 from fedprompt.data.parquet import ParquetSource
+from fedprompt.data.selection import select
 from fedprompt.data.tiny import TinySource
 from fedprompt.errors import DataError, broken
 
@@ -18,6 +19,11 @@ HUB = "hub:"
 
 
 def open_source(config: DataConfig, cache: Path) -> Source:
+    """The images of `data.source` that `data.classes` and `data.per_domain` leave."""
+    return select(open_whole(config, cache), config)
+
+
+def open_whole(config: DataConfig, cache: Path) -> Source:
     """The images of `data.source`; `cache` keeps what is expensive to compute twice."""
     kind = detect_format(config.source) if config.format == "auto" else config.format
     if kind == "tiny":

@@ -20,7 +20,7 @@ from fedprompt.federation import wire
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Client, Method, Progress, Seen, Stage, World
 from fedprompt.prompts.insertion import VisionPrompt
-from fedprompt.roles import Tensors, pick
+from fedprompt.roles import Tensors
 from fedprompt.streams import stream
 
 
@@ -148,8 +148,8 @@ class ClientRuntime:
             params, progress, _ = self._run(
                 self.method.stages(self.world, self.config.train), params, round, client, "after_local."
             )
-            _, local = self.method.finish(self.world, who, received, params, progress)
-            received = {**received, **pick(params, self.world.roles.shared)}
+            upload, local = self.method.finish(self.world, who, received, params, progress)
+            received = {**received, **upload}
         params = self.method.personalise(self.world, who, received, local)
         params, _, _ = self._run(self._fitting(client), params, round, client, "adaptation.")
         images = self.bank.images(client, "test")

@@ -7,6 +7,7 @@ are kept depends on the sizes alone: a feature whose rows for all images of all 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class Images:
 
     def part(self, start: float, end: float, order: Tensor) -> Images:
         """The images from one share to another in a given order; at least one."""
-        first = min(int(start * len(self)), len(self) - 1)
+        first = min(int(start * len(self) + 0.5), len(self) - 1)
         chosen = order[first : max(first + 1, int(end * len(self) + 0.5))]
         return _Part(
             self.indices[chosen.numpy()],
@@ -62,8 +63,9 @@ class Images:
         """Un-prompted features by the names of `Method.needs`."""
         kind, _, count = name.partition(":")
         shape, depth = self.backbone.shape, self.backbone.depth
-        blocks = int(count) if count else depth
-        if kind not in ("cls", "patches", "block_inputs") or not 1 <= blocks <= depth:
+        blocks = int(count) if count.isdecimal() else depth
+        whole = name in ("cls", "patches", "block_inputs")
+        if not whole and (name not in (f"cls:{blocks}", f"block_inputs:{blocks}") or not 1 <= blocks <= depth):
             raise ContractError(f"needs must name known features of blocks 1..{depth}, got {name!r}")
         rows = {"cls": 1, "patches": shape.patches, "block_inputs": blocks * shape.tokens}[kind]
         kept = rows * shape.width * self.backbone.dtype.itemsize * self.everybodys <= KEPT_BYTES
@@ -101,11 +103,19 @@ class _Part(Images):
 
 
 class ImageBank:
-    """Every client's images; nothing is decoded or computed before it is asked for."""
+    """Every client's images; nothing is decoded or computed before it is asked for.
+
+    Features outlive the bank until one with other images or another backbone is made: the runs of a sweep over methods share them.
+    """
+
+    _latest: ClassVar[tuple[object, dict[tuple[int, str], Tensors]]] = (None, {})
 
     def __init__(self, source: Source, manifest: Manifest, store: ImageStore, backbone: ViT) -> None:
         self._source, self._manifest, self._store, self._backbone = source, manifest, store, backbone
-        self._cached: dict[tuple[int, str], Tensors] = {}
+        identity = (manifest.checksum, store.path.name, backbone.digest(), backbone.device, backbone.dtype, KEPT_BYTES)
+        if ImageBank._latest[0] != identity:
+            ImageBank._latest = (identity, {})
+        self._cached = ImageBank._latest[1]
         self._everybodys = sum(len(client.train) + len(client.test) for client in manifest.clients)
 
     def images(self, client: int, part: str) -> Images:

@@ -13,6 +13,7 @@ import torch
 
 from fedprompt.config import Config, FederationConfig
 from fedprompt.engines.client import Reply
+from fedprompt.errors import ConfigError, broken
 from fedprompt.evaluation.metrics import ClientResult, summarise
 from fedprompt.federation import wire
 from fedprompt.federation.aggregate import shares, weighted_mean
@@ -55,6 +56,8 @@ def sample_newcomers(seed: int, clients: int, share: float) -> frozenset[int]:
     """The clients that are held out for a whole run; at least one stays in, and one is held out if any share is asked for."""
     if not share:
         return frozenset()
+    if clients < 2:
+        raise ConfigError(broken("federation.held_out", "be 0 where there is only one client", share))
     count = min(max(1, round_half_up(share * clients)), clients - 1)
     return frozenset(torch.randperm(clients, generator=stream(seed, 0, SERVER, "held_out"))[:count].tolist())
 

@@ -14,7 +14,8 @@ from typing import Any
 from fedprompt.config import difference
 from fedprompt.run import Run
 
-TASK = ("data", "partition", "backbone")  #: settings that must agree before two accuracies can be compared at all
+#: settings that must agree before two accuracies can be compared at all
+TASK = ("data", "partition", "backbone", "federation.held_out")
 BUDGET = ("federation",)  #: settings that change how long was trained and how it was measured
 IGNORED = ("name", "seed", "output")  #: what `Config.family` leaves out: none of it makes another family
 
@@ -49,12 +50,15 @@ class Family(Labelled):
     settings: Settings
 
 
-def families(runs: Sequence[Run]) -> list[Family]:
-    """Runs grouped by family and by the round they reached, in the order in which each group first appears."""
+def families(runs: Sequence[Run], swept: str | None = None) -> list[Family]:
+    """Runs grouped by family and by the round they reached, in the order in which each group first appears.
+
+    Labels leave a swept setting out, so that families that differ in nothing else have the same one.
+    """
     groups: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.config.family(), rounds_done(run)), []).append(run)
-    names = labels([group[0] for group in groups.values()])
+    names = labels([group[0] for group in groups.values()], swept)
     result = []
     for (digest, rounds), group in groups.items():
         by_seed: dict[int, Run] = {}
@@ -72,7 +76,7 @@ def rounds_done(run: Run) -> int:
     return records[-1].round if records else 0
 
 
-def labels(runs: Sequence[Run]) -> dict[str, str]:
+def labels(runs: Sequence[Run], swept: str | None = None) -> dict[str, str]:
     """A label for each family: the method, and where several families share it, the settings in which they differ."""
     configs = {run.config.family(): run.config for run in runs}
     names = {}
@@ -82,7 +86,8 @@ def labels(runs: Sequence[Run]) -> dict[str, str]:
             for other in configs.values()
             if other.label == config.label
         ]
-        fields = sorted({line.partition(": ")[0] for other in alike[1:] for line in difference(alike[0], other)})
+        varied = {line.partition(": ")[0] for other in alike[1:] for line in difference(alike[0], other)}
+        fields = sorted(field for field in varied if swept is None or not inside(field, swept))
         own = flatten(config.model_dump(mode="json"))
         names[digest] = " ".join([config.label, *(f"{field}={short(own, field)}" for field in fields)])
     return names
@@ -101,9 +106,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Settings:
 
 def short(settings: Settings, field: str) -> str:
     """A value as an override would write it; a method's own field may be absent, and then has its default."""
-    if field not in settings:
-        return "default"
-    value = settings[field]
+    return written(settings[field]) if field in settings else "default"
+
+
+def written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -123,7 +129,12 @@ def settings_of(run: Run) -> Settings:
 
 def section(settings: Settings, names: Sequence[str]) -> Settings:
     """The part of the settings that lies in the named sections."""
-    return {field: value for field, value in settings.items() if field.partition(".")[0] in names}
+    return {field: value for field, value in settings.items() if any(inside(field, name) for name in names)}
+
+
+def inside(field: str, name: str) -> bool:
+    """Whether a field is the named setting, or lies in the named section."""
+    return field == name or field.startswith(f"{name}.")
 
 
 def disagreements(named: Sequence[tuple[str, Settings]], names: Sequence[str]) -> list[str]:

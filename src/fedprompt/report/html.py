@@ -93,7 +93,7 @@ def run_section(run: Run, number: int) -> str:
         ("Method", config.label),
         ("Seed", str(config.seed)),
         ("Progress", progress if run.finished else f"{progress}, unfinished"),
-        ("Clients", str(len(run.clients))),
+        ("Clients", clients_of(run)),
         ("Config digest", config.digest()),
         ("Backbone digest", str(run.reader.fact("backbone"))),
         ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
@@ -109,6 +109,14 @@ def run_section(run: Run, number: int) -> str:
         page.folded("Clients by round", heatmap),
         level=3,
     )
+
+
+def clients_of(run: Run) -> str:
+    """How many there are, and how many of them the accuracies are about."""
+    everyone, tested = len(run.clients), len(run.client_accuracies())
+    if run.config.federation.held_out and tested:
+        return f"{everyone}; only the {tested} held out of training are evaluated"
+    return str(everyone)
 
 
 def rounds_table(run: Run) -> str:

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, SymmetricalLogLocator
 
 from fedprompt.assets import write_atomically
-from fedprompt.report.families import Family, families
+from fedprompt.report.families import Family, Labelled, families
 from fedprompt.report.style import INK, colour, look, marker, new_figure, png
 from fedprompt.report.tables import format_bytes, row_of
 from fedprompt.run import Run
@@ -51,13 +51,17 @@ def calibration(runs: Sequence[Run]) -> Figure:
 
 
 def client_heatmap(run: Run) -> Figure:
-    """One run: the accuracy of every client in every evaluated round."""
-    names = run.clients
+    """One run: the accuracy of every client that was tested, in every evaluated round."""
     evaluated = [entry["round"] for entry in run.history()]
+    results = [run.reader.evaluations(round) for round in evaluated]
+    tested = sorted({client for found in results for client in found})  # with held-out clients, only those
+    everyone = run.clients
+    names = [everyone[client] for client in tested]
     table = np.full((len(names), len(evaluated)), np.nan)
-    for column, round in enumerate(evaluated):
-        for client, result in run.reader.evaluations(round).items():
-            table[client, column] = 100 * result["correct"] / result["samples"]
+    for column, found in enumerate(results):
+        for row, client in enumerate(tested):
+            if client in found:
+                table[row, column] = 100 * found[client]["correct"] / found[client]["samples"]
     with look():
         figure = new_figure(height=min(12.0, 1.6 + 0.32 * len(names)))
         axes = figure.add_subplot()
@@ -94,7 +98,7 @@ def picture(draw: Draw, runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def add_legend(figure: Figure, groups: Sequence[Family]) -> None:
+def add_legend(figure: Figure, groups: Sequence[Labelled]) -> None:
     """Below the figure, in as many columns as fit: it never covers data, and many methods make it taller."""
     handles = [
         Line2D([], [], color=colour(number), marker=marker(number), label=group.title)
@@ -117,11 +121,15 @@ def draw_curves(axes: Axes, groups: Sequence[Family]) -> None:
             mean = table.mean(axis=0)
             axes.plot(rounds, mean, line, markersize=4, **dress(number, len(rounds)))
             if len(table) > 1:
-                std = table.std(axis=0, ddof=1)
-                low, high = np.clip([mean - std, mean + std], 0, 100)
-                axes.fill_between(rounds, low, high, color=colour(number), alpha=0.12, linewidth=0)
+                draw_band(axes, number, rounds, mean, table.std(axis=0, ddof=1))
     axes.set(title="Average (solid) and Worst Local (dashed)", xlabel="Round", ylabel="Accuracy (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def draw_band(axes: Axes, number: int, places: Sequence[float] | np.ndarray, mean: np.ndarray, std: np.ndarray) -> None:
+    """One standard deviation to either side, within what an accuracy can be."""
+    low, high = np.clip([mean - std, mean + std], 0, 100)
+    axes.fill_between(places, low, high, color=colour(number), alpha=0.12, linewidth=0)
 
 
 def draw_clients(axes: Axes, groups: Sequence[Family]) -> None:

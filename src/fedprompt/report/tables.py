@@ -140,12 +140,17 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 def notes(rows: Sequence[Row]) -> list[str]:
     """What a reader has to know before comparing the rows."""
     named = [(row.label, row.settings) for row in rows]
-    task, budget = disagreements(named, TASK), disagreements(named, BUDGET)
+    task = disagreements(named, TASK)
+    budget = [line for line in disagreements(named, BUDGET) if line not in task]
+    newcomers = [row.title for row in rows if row.settings["federation.held_out"]]
+    if newcomers and len(newcomers) == len(rows):
+        newcomers = ["all rows"]
     early = [row.title for row in rows if not row.finished]
     repeated = [name for row in rows for name in row.repeated]
     lines = [
         ("Not comparable, these settings differ", task),
         ("Different training budget or measurement", budget),
+        ("Only clients held out of training are evaluated", newcomers),
         ("Unfinished", early),
         ("Left out, the same seed is already counted", repeated),
     ]

@@ -20,6 +20,7 @@ from fedprompt.data.schemes import (
     by_dirichlet_in_domains,
     by_disjoint_classes,
     by_domains,
+    by_label_subsets,
     dirichlet_shares,
     evenly,
 )
@@ -28,7 +29,7 @@ from fedprompt.data.tiny import TinySource
 from fedprompt.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.unit
-SCHEMES = ("domains", "classes", "dirichlet", "dirichlet_in_domains", "disjoint", "iid")
+SCHEMES = ("domains", "classes", "dirichlet", "dirichlet_in_domains", "disjoint", "label_subsets", "iid")
 
 
 def supply(domains: int, classes: int, train: int, test: int) -> Supply:
@@ -209,6 +210,44 @@ def test_more_shots_than_images_names_the_class():
         by_disjoint_classes(supply(1, 2, 3, 3), 2, 4, seed=0)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 3), st.data())
+def test_label_subsets_are_circulant_and_each_class_is_even_among_its_holders(classes, clients, seed, data):
+    subsets = data.draw(st.integers(1, classes))
+    per_client = data.draw(st.integers(max(1, subsets - clients + 1), subsets))
+    images = supply(2, classes, 30, 20)
+    division = by_label_subsets(images, clients, subsets, per_client, seed)
+    sizes = counts(division, images.labels, classes)
+    alone = counts(by_label_subsets(images, subsets, subsets, 1, seed), images.labels, classes) > 0
+    assert (alone.sum(axis=0) == 1).all()  # client k holds subset k, and subsets are disjoint
+    assert alone.sum(axis=1).max() - alone.sum(axis=1).min() <= 1
+    for client in range(clients):
+        mine = alone[[(client + step) % subsets for step in range(per_client)]].any(axis=0)
+        assert ((sizes[client] > 0) == mine).all()
+    for column in sizes.T:
+        assert np.ptp(column[column > 0]) <= 1
+    assert_divides_exactly(division, images)
+
+
+def test_two_label_subsets_give_every_second_client_the_same_half_of_the_classes():
+    images = supply(3, 5, 20, 10)
+    held = counts(by_label_subsets(images, 4, 2, 1, seed=0), images.labels, 5) > 0
+    assert held.sum(axis=1).tolist() == [3, 2, 3, 2]
+    assert (held[0] == held[2]).all()
+    assert (held[0] != held[1]).all()
+
+
+def test_label_subsets_with_all_subsets_at_every_client_are_even_in_every_class():
+    images = supply(1, 4, 20, 10)
+    assert (counts(by_label_subsets(images, 5, 2, 2, seed=0), images.labels, 4) == 4).all()
+
+
+def test_label_subsets_change_with_the_seed():
+    images = supply(1, 10, 4, 2)
+    held = [counts(by_label_subsets(images, 2, 2, 1, seed), images.labels, 10) > 0 for seed in (0, 1)]
+    assert (held[0] != held[1]).any()
+
+
 @settings(max_examples=30, deadline=None)
 @given(shapes, st.integers(1, 15), st.integers(0, 3))
 def test_iid_sizes_differ_by_at_most_one(shape, clients, seed):
@@ -329,6 +368,18 @@ def test_validation_images_are_left_out():
             "so that 2 clients can hold all 5 classes, got 2",
         ),
         ({"scheme": "disjoint", "clients": 6}, "partition.clients must be at most the 5 classes of the data, got 6"),
+        (
+            {"scheme": "label_subsets", "subsets": 6},
+            "partition.subsets must be at most the 5 classes of the data, got 6",
+        ),
+        (
+            {"scheme": "label_subsets", "subsets_per_client": 3},
+            "partition.subsets_per_client must be at most partition.subsets 2, got 3",
+        ),
+        (
+            {"scheme": "label_subsets", "subsets": 5, "subsets_per_client": 2, "clients": 3},
+            "partition.clients must be at least 4, so that each of the 5 label subsets has a holder, got 3",
+        ),
         ({"clients": 241}, "partition.clients must be at most the 240 training images, got 241"),
         ({"scheme": "manifest"}, "partition.manifest must name a JSON file for scheme 'manifest', got None"),
     ],

@@ -79,10 +79,20 @@ Write = Callable[..., Run]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Write]:
-    """A run file by hand: `write("name", [[9, 5], [8, 6]])` is two rounds, with correct answers of 10 by client."""
+    """A run file by hand: `write("name", [[9, 5], [8, 6]])` is two rounds, with correct answers of 10 by client.
+
+    `tested` says which clients they are, when not the first ones.
+    """
     made: list[Run] = []
 
-    def make(directory: str, correct: list[list[int]], /, clients: list[str] | None = None, **changes: Any) -> Run:
+    def make(
+        directory: str,
+        correct: list[list[int]],
+        /,
+        clients: list[str] | None = None,
+        tested: list[int] | None = None,
+        **changes: Any,
+    ) -> Run:
         config = parse({"federation": {"rounds": max(1, len(correct))}, **changes})
         facts = {
             "config": config.model_dump(mode="json"),
@@ -96,7 +106,8 @@ def write(tmp_path: Path) -> Iterator[Write]:
             results = [ClientResult(10, right, 1, 1, 0, [[10, 5, right]], {"ink": [10, right]}) for right in answers]
             cohort = list(range(len(answers)))
             record = RoundRecord(round, cohort, 0.5, 80, 40, summarise(results), {"train": 1.5, "evaluate": 0.5})
-            evaluations = {number: result.to_json() for number, result in enumerate(results)}
+            numbers = tested or range(len(results))
+            evaluations = {number: result.to_json() for number, result in zip(numbers, results, strict=True)}
             store.commit(record, b"", b"", {}, evaluations)
         store.close()
         made.append(Run(tmp_path / directory))

@@ -107,6 +107,14 @@ def test_every_reference_inside_the_page_has_its_target(html, seen):
     assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', html)) <= ids
 
 
+def test_page_says_that_only_held_out_clients_are_evaluated(write):
+    names = ["zero", "one", "two", "three"]
+    run = write("a", [[9, 5]], clients=names, tested=[1, 3], federation={"rounds": 1, "held_out": 0.5})
+    text = Page(render([run])).text
+    assert "Only clients held out of training are evaluated: all rows" in text
+    assert "4; only the 2 held out of training are evaluated" in text
+
+
 def test_hostile_names_are_text_and_not_markup(write):
     hostile = "<script>alert('x')</script>\"&"
     name = hostile.replace("/", "_")  # a file name

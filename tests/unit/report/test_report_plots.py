@@ -57,6 +57,17 @@ def test_heat_map_shows_clients_by_evaluated_round(write):
     np.testing.assert_allclose(figure.axes[0].get_images()[0].get_array(), [[90, 80], [50, 60]])
 
 
+def test_heat_map_leaves_out_clients_that_are_not_tested(write):
+    run = write("a", [[9, 5], [8, 6]], clients=["zero", "one", "two", "three"], tested=[1, 3])
+    axes = plots.client_heatmap(run).axes[0]
+    np.testing.assert_allclose(axes.get_images()[0].get_array(), [[90, 80], [50, 60]])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "three"]
+
+
+def test_heat_map_of_a_run_that_was_not_evaluated_yet_is_empty(write):
+    style.png(plots.client_heatmap(write("a", [])), dpi=20)
+
+
 def test_overview_is_a_png_that_opens(runs, tmp_path):
     path = plots.save_overview(runs, tmp_path / "overview.png")
     with Image.open(path) as image:

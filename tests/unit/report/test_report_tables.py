@@ -158,6 +158,40 @@ def test_another_number_of_rounds_is_noted(write):
     assert notes(rows) == ["Different training budget or measurement: federation.rounds: 1 (fedvpt) | 2 (local)"]
 
 
+HELD_OUT = {"rounds": 1, "held_out": 0.5}
+
+
+def test_runs_with_held_out_clients_are_noted_and_do_not_compete_with_plain_ones(write):
+    rows = comparison([write("a", [[9]]), write("b", [[6]], method={"name": "local"}, federation=HELD_OUT)])
+    assert notes(rows) == [
+        "Not comparable, these settings differ: federation.held_out: 0.0 (fedvpt) | 0.5 (local)",
+        "Only clients held out of training are evaluated: local",
+    ]
+    assert tables.winners(rows, "average") == set()
+
+
+def test_runs_with_held_out_clients_compete_with_each_other(write):
+    runs = [
+        write("a", [[9]], federation=HELD_OUT),
+        write("b", [[6]], method={"name": "local"}, federation={**HELD_OUT, "newcomer_epochs": 1}),
+    ]
+    rows = comparison(runs)
+    assert notes(rows) == [
+        "Different training budget or measurement: federation.newcomer_epochs: 5 (fedvpt) | 1 (local)",
+        "Only clients held out of training are evaluated: all rows",
+    ]
+    assert tables.winners(rows, "average") == {0}
+
+
+def test_one_method_with_and_without_held_out_clients_has_two_labels(write):
+    rows = comparison([write("a", [[9]]), write("b", [[6]], federation=HELD_OUT)])
+    assert [row.label for row in rows] == ["fedvpt federation.held_out=0.0", "fedvpt federation.held_out=0.5"]
+
+
+def test_a_table_of_nothing_has_no_notes():
+    assert notes([]) == []
+
+
 def test_terminal_table_names_methods_figures_and_notes(runs, unfinished):
     console = Console(width=120, file=io.StringIO(), record=True)
     rows = comparison([*runs, unfinished])

@@ -47,7 +47,10 @@ class Ditto(Variant):
         return {**super().begin(world, client, received, local), **self._mine(local), **anchors}
 
     def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
-        return {**super().personalise(world, client, received, local), **self._mine(local)}
+        params = super().personalise(world, client, received, local)
+        if client.index in world.newcomers:  # it never trained a copy of its own
+            return self._not_own(params)
+        return {**params, **self._mine(local)}
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         inside = self.inside(world)
@@ -57,6 +60,9 @@ class Ditto(Variant):
             for stage in self.inner.stages(inside, train)
         )
         return (*shared, *personal)
+
+    def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
+        return self.inner.newcomer(self.inside(world), train, epochs)
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         return super().prompts(world, self._view(params), batch, noise)

@@ -2,7 +2,7 @@
 
     local step     y <- y - eta (g - c_k + c)
     after K steps  c_k+ = c_k - c + (x - y) / (K eta)        K eta: the sum of the step sizes actually taken
-    server         x <- x + eta_s (mean(y) - x),   c <- c + (1/N) sum_k (c_k+ - c_k)   over the participants, N all clients
+    server         x <- x + eta_s (mean(y) - x),   c <- c + (1/N) sum_k (c_k+ - c_k)   over the participants, N all that are not held out
 
 c and c_k start at zero, so the first round is federated averaging. The correction is the gradient of <c - c_k, y>, added
 to the loss: the loss that is reported contains it. The formula for c_k+ holds for plain SGD only, so momentum and gradient
@@ -87,7 +87,7 @@ class Scaffold(Variant):
         own = dict(averaged.own)
         for name in shared:
             total = torch.stack([upload.tensors[CHANGE + name] for upload in uploads]).sum(0)
-            own[CONTROL + name] = own[CONTROL + name] + total / world.clients
+            own[CONTROL + name] = own[CONTROL + name] + total / (world.clients - len(world.newcomers))
         return replace(averaged, shared=shared if self.server_lr != 1 else averaged.shared, own=own)
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:

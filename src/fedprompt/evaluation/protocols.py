@@ -1,0 +1,154 @@
+"""Named series of runs: a protocol makes the configs, and everything after that is as for any other run.
+
+    new clients     a share of the clients never trains, and only it is evaluated
+    sweep           one setting takes one value after the other
+    ablation        pFedBayesPT without its distribution, without its mixture, and whole
+    heterogeneity   clients whose labels come from one of two subsets, or from both
+
+This module knows no torch until a method's settings are asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedprompt.config import Config, file_name, load_alike, read_yaml, renamed, told_apart
+from fedprompt.errors import ConfigError, broken
+
+FULL = "pfedbayespt"
+ABLATED = ("pfedbayespt_d", "pfedbayespt_g", FULL)
+RANGE = re.compile(r"([-+]?\d*)\.\.([-+]?\d*)")
+SWEPT = (
+    "data",
+    "partition",
+    "backbone",
+    "method",
+    "variant",
+    "train",
+    "federation",
+)  #: sections with settings to sweep
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting and the values it takes."""
+
+    field: str
+    values: tuple[Any, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Axis:
+        """`method.predict_draws=1..10`, `train.lr=0.01,0.1` or `method.prompt_init=[random, zero]`."""
+        field, equals, listed = text.partition("=")
+        section, dot, name = field.partition(".")
+        if not equals:
+            raise ConfigError(broken("sweep", "look like field=values", text))
+        if section not in SWEPT or not dot or name in ("", "name"):
+            rule = f"name a setting inside one of {', '.join(SWEPT)}, such as method.prompt_tokens"
+            raise ConfigError(broken("sweep", rule, field))
+        return cls(field, values_of(field, listed))
+
+    def overrides(self) -> list[str]:
+        """Each value as the override that sets it; JSON is YAML."""
+        return [f"{self.field}={json.dumps(value, default=str)}" for value in self.values]
+
+    def tags(self) -> list[str]:
+        """Each value as a part of a run's name."""
+        name = self.field.rpartition(".")[2]
+        return [f"{name}{value if isinstance(value, str) else json.dumps(value, default=str)}" for value in self.values]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The runs along an axis, and where their picture goes."""
+
+    field: str
+    configs: list[Config]
+    picture: Path
+
+
+def values_of(field: str, text: str) -> tuple[Any, ...]:
+    """A YAML list, with or without its brackets, in which `1..4` stands for 1, 2, 3, 4."""
+    try:
+        listed = read_yaml(text if text.lstrip().startswith("[") else f"[{text}]")
+    except yaml.YAMLError as error:
+        raise ConfigError(broken(f"sweep of {field}", "be a range such as 1..10, or a list of values", text)) from error
+    values = [value for item in listed for value in _expanded(field, item)]
+    if not values:
+        raise ConfigError(broken(f"sweep of {field}", "have at least one value", text))
+    if any(values.count(value) > 1 for value in values):
+        raise ConfigError(broken(f"sweep of {field}", "have every value once", text))
+    return tuple(values)
+
+
+def _expanded(field: str, item: Any) -> Iterable[Any]:
+    ends = RANGE.fullmatch(item) if isinstance(item, str) else None
+    if ends is None:
+        return [item]
+    try:
+        first, last = map(int, ends.groups())
+    except ValueError as error:
+        raise ConfigError(broken(f"sweep of {field}", "have a whole number at both ends of a range", item)) from error
+    if first > last:
+        raise ConfigError(broken(f"sweep of {field}", "go from the smaller end of a range to the larger", item))
+    return range(first, last + 1)
+
+
+def new_clients(
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    seeds: Iterable[int] = (),
+    share: float = 0.5,
+    epochs: int = 5,
+) -> list[Config]:
+    """The runs of a config with a share of the clients held out; each of those fits its head before it is evaluated."""
+    if not 0 < share < 1:
+        raise ConfigError(broken("--share", "be greater than 0 and less than 1", share))
+    held_out = [f"federation.held_out={share}", f"federation.newcomer_epochs={epochs}"]
+    configs = load_alike(path, [*overrides, *held_out], seeds)
+    return told_apart([renamed(config, "new-clients") for config in configs])
+
+
+def sweep(axis: str, path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> Sweep:
+    """The runs of a config at every value of an axis."""
+    parsed, overrides, seeds = Axis.parse(axis), list(overrides), list(seeds)
+    series = [load_alike(path, [*overrides, override], seeds) for override in parsed.overrides()]
+    configs = [renamed(each, tag) for tag, found in zip(parsed.tags(), series, strict=True) for each in found]
+    first = series[0][0]
+    picture = Path(first.output.directory) / f"{file_name('sweep', first.name, parsed.field)}.png"
+    return Sweep(parsed.field, told_apart(configs), picture)
+
+
+def ablation(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> list[Config]:
+    """The three forms of pFedBayesPT on one config, each with those of the config's method settings that it has.
+
+    Where the config describes several methods, the settings are those of the whole form if it is among them.
+    """
+    from fedprompt import registry
+
+    configs = load_alike(path, overrides, seeds)
+    for config in configs:
+        registry.build(config.method, config.variant)  # a misspelt setting must not vanish among those a form lacks
+    known = registry.methods()
+    made: dict[str, Config] = {}
+    for config in [each for each in configs if each.method["name"] == FULL] or configs:
+        for name in ABLATED:
+            fields = {field.name for field in dataclasses.fields(known[name])}
+            settings = {key: value for key, value in config.method.items() if key in fields}
+            each = config.model_copy(update={"method": {"name": name, **settings}})
+            made.setdefault(each.digest(), renamed(each, "ablation"))
+    return told_apart(list(made.values()))
+
+
+def heterogeneity(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> list[Config]:
+    """The runs of a config on label subsets: every client holds one of them, then every client holds two."""
+    separated = [*overrides, "partition.scheme=label_subsets"]
+    return sweep("partition.subsets_per_client=1,2", path, separated, seeds).configs

@@ -1,0 +1,232 @@
+"""SGPT (Deng et al., CVPR 2024, arXiv 2310.18285): prompts for everybody, and prompts for groups of images that each image picks.
+
+Shared tokens enter at the first blocks, one token of the image's group at each of the next blocks. Tokens are appended and stay, so the
+sequence grows. With the group on, the head reads the mean of CLS and the group tokens' outputs after the final norm; with it off, CLS.
+
+    query        q = relu(CLS of the un-prompted pass), after the last block or after the first `query_block` blocks
+    likeness     c_g = cos(q, key_g); keys are normalised on use, so their lengths are never seen
+    test         g = argmax c_g
+    training     g = argmin (1 - c_g) (freq_g + 5e-4),   freq = counts / their sum (0 while there are none)
+    key loss     - mean c_g of the chosen groups, added to the cross-entropy in rounds 1..key_rounds
+
+Each round a client trains two blocks of coordinates one after the other, with a fresh optimiser:
+
+    1. shared prompts and head, groups off
+    2. group prompts, keys and head, groups on
+
+The server averages shared prompts, group prompts (and the head, if shared) by sample count, and key g with weights n_kg / sum_k n_kg, or
+1/|S| if no more than `minimum_group` images of the cohort chose g. Then group prompts and keys move on with momentum m:
+new = m old + (1 - m) average. The choices n_kg are added to `counts`, which never decay and which go down as a copy.
+
+Our choices where the source leaves room:
+
+- n_kg counts each training image of client k once, with its trained keys, by the training rule without the batch's vote: so many images
+  taught group g. Counts do not depend on how batches are cut.
+- freq is a share, not a raw count: the 5e-4 then weighs the same in every round.
+- The key loss lasts `key_rounds` communication rounds (the code's `epoch <= 5`).
+- The vote of a batch (`batch_vote`) and the balancing are for training only. Before an evaluation, heads are tuned with groups chosen as at
+  test, because that is what they will read.
+- A client does 2 E epochs. With `equal_compute` it does E in all: stage 1 gets the larger half of the epochs. A single epoch is cut by
+  images instead: each stage sees one half of them, the same half every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.errors import ConfigError, broken
+from fedprompt.method import Batch, Client, Combine, Prompts, Seen, Server, Stage, Upload, World
+from fedprompt.methods.with_head import WithHead
+from fedprompt.prompts import heads
+from fedprompt.prompts.insertion import VisionPrompt, vpt_init
+from fedprompt.prompts.keys import cosine, orthonormal_keys
+from fedprompt.registry import register
+from fedprompt.roles import Roles, Statistic, Tensors
+
+Blocks = Annotated[tuple[int, ...], Field(min_length=1)]
+UNSEEN = 5e-4  #: added to every frequency, so that groups nobody chose yet still compete by likeness
+
+
+@dataclass(frozen=True)
+class SharedPrompts(WithHead):
+    """The first stage by itself: shared tokens, appended, and a head on CLS."""
+
+    shared_blocks: Blocks | None = None  #: blocks that append a shared token; null for the first third
+    first_tokens: Annotated[int, Field(ge=1)] = 1  #: shared tokens at the first of these blocks; the others append one
+
+    def blocks_of_shared(self, world: World) -> tuple[int, ...]:
+        return self.shared_blocks or tuple(range(max(1, world.blocks // 3)))
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        tokens, blocks, first = params["shared_prompts"], self.blocks_of_shared(world), self.first_tokens
+        slots = (
+            VisionPrompt(tokens[:first].unsqueeze(0), blocks[:1], mode="append"),
+            VisionPrompt(tokens[first:].unsqueeze(1), blocks[1:], mode="append"),
+        )
+        return Prompts(vision=tuple(slot for slot in slots if slot.blocks))
+
+
+@register("sgpt")
+@dataclass(frozen=True)
+class SGPT(SharedPrompts):
+    """Shared prompts, and group prompts that every image picks by key, trained in turns."""
+
+    groups: Annotated[int, Field(ge=1)] = 20  #: G, sets of group prompts and keys
+    group_blocks: Blocks | None = None  #: blocks that append a group token; null for the quarter after the first third
+    query_block: Annotated[int, Field(ge=1)] | None = None  #: blocks the query has gone through; null for all
+    balanced: bool = True  #: in training, groups chosen less often so far are preferred
+    batch_vote: bool = False  #: in training, the group most chosen in a batch is used for the whole batch
+    key_weight: Annotated[float, Field(ge=0)] = 1.0  #: of the key loss
+    key_rounds: Annotated[int, Field(ge=0)] = 5  #: first rounds with a key loss
+    minimum_group: Annotated[int, Field(ge=0)] = 50  #: keys chosen by no more images are averaged uniformly
+    group_momentum: Annotated[float, Field(ge=0, le=1)] = 0.5  #: share of the old group prompts in the new ones
+    key_momentum: Annotated[float, Field(ge=0, le=1)] = 0.5  #: share of the old keys in the new ones
+    equal_compute: bool = False  #: both stages together, not each, get the local epochs
+
+    @property
+    def query(self) -> str:
+        return "cls" if self.query_block is None else f"cls:{self.query_block}"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("cls", "prompts")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.query,)
+
+    def blocks_of_groups(self, world: World) -> tuple[int, ...]:
+        start = min(max(1, world.blocks // 3), world.blocks - 1)
+        return self.group_blocks or tuple(range(start, start + max(1, world.blocks // 4)))
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        for field, blocks in (
+            ("shared_blocks", self.blocks_of_shared(world)),
+            ("group_blocks", self.blocks_of_groups(world)),
+        ):
+            if list(blocks) != sorted(set(blocks)) or blocks[0] < 0 or blocks[-1] >= world.blocks:
+                rule = f"be increasing and in 0..{world.blocks - 1}"
+                raise ConfigError(broken(f"method.{field}", rule, list(blocks)))
+        if self.groups > world.width:
+            rule = f"be at most the backbone's width of {world.width}, for the keys start orthogonal"
+            raise ConfigError(broken("method.groups", rule, self.groups))
+        if self.query_block is not None and self.query_block > world.blocks:
+            rule = f"be at most the {world.blocks} blocks of the backbone"
+            raise ConfigError(broken("method.query_block", rule, self.query_block))
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        blocks = len(self.blocks_of_groups(world))
+        group_prompts = vpt_init(self.groups * blocks, 1, world.width, world.patch, generator)
+        shared = {
+            "shared_prompts": torch.zeros(self.first_tokens + len(self.blocks_of_shared(world)) - 1, world.width),
+            "group_prompts": group_prompts.unflatten(0, (self.groups, blocks)),
+            "keys": orthonormal_keys(self.groups, world.width, generator),
+        }
+        roles = Roles(
+            shared={name: tensor.to(world.device, world.dtype) for name, tensor in shared.items()},
+            server={"counts": torch.zeros(self.groups, device=world.device)},
+            stat={"choices": Statistic((self.groups,))},
+        )
+        return self.with_head(world, roles)
+
+    def download(self, world: World, server: Server, client: int) -> Tensors:
+        return {**server.shared, "sent.counts": server.own["counts"]}
+
+    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        weight = self.key_weight if client.round <= self.key_rounds else 0.0
+        return {
+            **super().begin(world, client, received, local),
+            "key_weight": torch.tensor(weight, dtype=world.dtype, device=world.device),
+        }
+
+    def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        first = SharedPrompts(self.head, self.finetune_epochs, self.shared_blocks, self.first_tokens)
+        stages = (
+            Stage(first, ("shared_prompts", *heads.NAMES), train.epochs, "shared"),
+            Stage(self, ("group_prompts", "keys", *heads.NAMES), train.epochs, "groups"),
+        )
+        if not self.equal_compute:
+            return stages
+        if train.epochs == 1:
+            return replace(stages[0], share=(0.0, 0.5)), replace(stages[1], share=(0.5, 1.0))
+        half = train.epochs // 2
+        return replace(stages[0], epochs=train.epochs - half), replace(stages[1], epochs=half)
+
+    def likeness(self, params: Tensors, batch: Batch) -> Tensor:
+        """Cosine of every query and every key, (B, G)."""
+        return cosine(batch.features[self.query].relu(), params["keys"])
+
+    def choose(self, params: Tensors, likeness: Tensor) -> Tensor:
+        """The group (B,) of each training image."""
+        if not self.balanced:
+            return likeness.argmax(-1)
+        counts = params["sent.counts"].to(likeness.dtype)
+        return ((1 - likeness) * (counts / counts.sum().clamp_min(1) + UNSEEN)).argmin(-1)
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        likeness = self.likeness(params, batch)
+        chosen = self.choose(params, likeness) if batch.training else likeness.argmax(-1)
+        if batch.training and self.batch_vote:
+            chosen = _members(chosen, self.groups, batch.weights).sum(0).argmax().expand(chosen.shape)
+        group = VisionPrompt(params["group_prompts"][chosen], self.blocks_of_groups(world), mode="append")
+        shared = super().prompts(world, params, batch, noise).vision
+        return Prompts(
+            vision=(group, *shared),  # rows come back slot by slot, so the group's are the first
+            extra={"likeness": likeness.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)},
+        )
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        assert seen.prompts is not None
+        rows = seen.prompts[:, : len(self.blocks_of_groups(world))]
+        return heads.read_head(params, torch.cat([seen.cls.unsqueeze(1), rows], dim=1).mean(1))
+
+    def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        plain = super().loss(world, params, logits, seen, batch, noise)
+        return plain - params["key_weight"] * batch.mean(seen.extra["likeness"])
+
+    def statistics(self, world: World, params: Tensors, batch: Batch, look: Callable[[], Seen]) -> Tensors:
+        chosen = self.choose(params, self.likeness(params, batch))
+        return {"choices": _members(chosen, self.groups, batch.weights).sum(0)}
+
+    def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
+        averaged = super().aggregate(world, server, uploads, combine)
+        choices = torch.stack([upload.tensors["choices"] for upload in uploads])  # (S, G)
+        rows = []
+        for group, weights in enumerate(group_shares(choices, self.minimum_group).T.tolist()):
+            rows.append(combine([{"key": upload.tensors["keys"][group]} for upload in uploads], weights)["key"])
+        shared = {**averaged.shared, "keys": torch.stack(rows)}
+        for name, momentum in (("group_prompts", self.group_momentum), ("keys", self.key_momentum)):
+            shared[name] = momentum * server.shared[name] + (1 - momentum) * shared[name]
+        counts = server.own["counts"]
+        return replace(averaged, shared=shared, own={**averaged.own, "counts": counts + choices.sum(0).to(counts)})
+
+    def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        return self._as_tested(super().adaptation(world, train))
+
+    def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
+        return self._as_tested(super().newcomer(world, train, epochs))
+
+    def _as_tested(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        """The same stages with groups chosen as at test."""
+        step = replace(self, balanced=False, batch_vote=False)
+        return tuple(replace(stage, step=step) for stage in stages)
+
+
+def group_shares(choices: Tensor, minimum: int) -> Tensor:
+    """Each client's share (S, G) in every group by its choices (S, G); equal shares where too few chose the group."""
+    choices = choices.double()
+    totals = choices.sum(0)
+    return torch.where(totals > minimum, choices / totals.clamp_min(1), 1 / len(choices))
+
+
+def _members(chosen: Tensor, groups: int, weights: Tensor | None) -> Tensor:
+    """(B, G), 1 where an image chose a group; padded images choose none."""
+    members = (chosen.unsqueeze(-1) == torch.arange(groups, device=chosen.device)).float()
+    return members if weights is None else members * weights.unsqueeze(-1)

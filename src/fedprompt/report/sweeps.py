@@ -1,0 +1,98 @@
+"""The picture of a sweep: accuracies against the values of one setting."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from fedprompt.assets import write_atomically
+from fedprompt.report.families import Family, families, written
+from fedprompt.report.plots import add_legend, draw_band, dress
+from fedprompt.report.style import look, new_figure, png
+from fedprompt.report.tables import row_of
+from fedprompt.run import Run
+
+PANELS = {"average": "Average", "worst": "Worst Local"}
+TICKS = 12  #: more would not be readable
+
+
+def save_sweep(runs: Sequence[Run], field: str, path: Path) -> Path:
+    """The picture as a PNG."""
+    write_atomically(path, png(sweep_curves(runs, field)))
+    return path
+
+
+def sweep_curves(runs: Sequence[Run], field: str) -> Figure:
+    """Average and Worst Local against a setting: a line per method, with a band of one standard deviation over seeds."""
+    lines: dict[str, list[Family]] = defaultdict(list)
+    for group in families(runs, swept=field):
+        lines[group.title].append(group)
+    axis = Axis([setting(run, field) for run in runs])
+    with look():
+        figure = new_figure(10.4, 4.2)
+        for position, (key, title) in enumerate(PANELS.items(), start=1):
+            axes = figure.add_subplot(1, len(PANELS), position)
+            for number, groups in enumerate(lines.values()):
+                draw_line(axes, number, key, {axis.place(setting(group.runs[0], field)): group for group in groups})
+            axes.set(title=title, xlabel=field, ylabel="Accuracy (%)")
+            axis.dress(axes)
+        add_legend(figure, [groups[0] for groups in lines.values()])
+    return figure
+
+
+def draw_line(axes: Axes, number: int, key: str, groups: dict[float, Family]) -> None:
+    """One method: its mean at every place that was evaluated, and the band where there are several seeds."""
+    spreads = {place: row_of(groups[place]).values[key] for place in sorted(groups)}
+    points = [
+        (place, value.mean, np.nan if value.std is None else value.std) for place, value in spreads.items() if value
+    ]
+    places, mean, std = np.array(points).reshape(-1, 3).T
+    axes.plot(places, 100 * mean, markersize=5, **dress(number, 1))
+    draw_band(axes, number, places, 100 * mean, 100 * std)
+
+
+class Axis:
+    """Where values stand. Numbers stand to scale, or by their logarithm where they span decades. Anything else stands side by side in
+    the order given, and so do numbers that have no logarithm.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        self.values = {written(value): value for value in (sorted(values) if self.numeric else values)}
+
+    @cached_property
+    def scale(self) -> str:
+        if not self.numeric:
+            return "even"
+        numbers = list(self.values.values())
+        positive = [number for number in numbers if number > 0]
+        if not positive or max(positive) < 100 * min(positive):
+            return "linear"
+        return "log" if positive == numbers else "even"
+
+    def place(self, value: Any) -> float:
+        return list(self.values).index(written(value)) if self.scale == "even" else value
+
+    def dress(self, axes: Axes) -> None:
+        """The scale, and a tick at the values themselves."""
+        if self.scale == "log":
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_locator(NullLocator())
+        shown = list(self.values)[:: -(-len(self.values) // TICKS)]
+        axes.set_xticks([self.place(self.values[text]) for text in shown], shown)
+
+
+def setting(run: Run, field: str) -> Any:
+    """The value of `section.field` in the config of a run."""
+    value: Any = run.config.model_dump(mode="json")
+    for step in field.split("."):
+        value = value[step]
+    return value

@@ -1,0 +1,148 @@
+"""The protocols as a person runs them: each result is a run like any other, and each mistake is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedprompt.run import Run
+
+pytestmark = pytest.mark.e2e
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def call(tmp_path: Path, settings: Any) -> Call:
+    """Run `fedprompt` in a folder that holds `tiny.yaml`, with a cache of its own."""
+    values = settings(method={"name": "fedvpt", "prompt_tokens": 2})
+    values["output"] = {"threads": 1}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "FEDPROMPT_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"}
+        command = [sys.executable, "-m", "fedprompt.cli", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False
+        )
+
+    return run
+
+
+def labels(text: str) -> list[str]:
+    return [row["label"] for row in json.loads(text)]
+
+
+def test_new_clients_are_runs_that_compare_and_report_understand(call: Call, tmp_path: Path) -> None:
+    command = ("protocol", "new-clients", "tiny.yaml", "--share", "0.5", "--epochs", "2", "--seed", "0,1")
+    done = call(*command)
+    assert done.returncode == 0, done.stderr
+    assert "Only clients held out of training are evaluated: all rows" in done.stdout
+    assert "round 2/2" in done.stderr
+    run = Run(tmp_path / "runs/tiny-new-clients-fedvpt-seed1")
+    assert (len(run.clients), len(run.client_accuracies())) == (4, 2)
+
+    done = call(*command)
+    assert done.returncode == 5
+    assert "continue it with --resume" in done.stderr
+    done = call(*command, "--resume", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["seeds"] == [0, 1]
+
+    assert call("run", "tiny.yaml", "--quiet").returncode == 0
+    done = call("compare", "runs")
+    assert "Not comparable, these settings differ: federation.held_out" in done.stdout
+    assert labels(call("compare", "runs", "--json").stdout) == [
+        "fedvpt federation.held_out=0.0 federation.newcomer_epochs=5",
+        "fedvpt federation.held_out=0.5 federation.newcomer_epochs=2",
+    ]
+    done = call("report", "runs", "--output", "out")
+    assert done.returncode == 0, done.stderr
+    assert "4; only the 2 held out of training are evaluated" in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_sweep_draws_its_picture_and_can_be_extended(call: Call, tmp_path: Path) -> None:
+    done = call("protocol", "sweep", "method.prompt_tokens=1..2", "tiny.yaml", "federation.rounds=1", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert "picture: runs/sweep-tiny-method.prompt_tokens.png" in done.stderr
+    picture = tmp_path / "runs/sweep-tiny-method.prompt_tokens.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    first = (tmp_path / "runs/tiny-prompt_tokens1-fedvpt-seed0/run.db").read_bytes()
+
+    done = call(
+        "protocol", "sweep", "method.prompt_tokens=1..3", "tiny.yaml", "federation.rounds=1", "--resume", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert labels(done.stdout) == [f"fedvpt method.prompt_tokens={count}" for count in (1, 2, 3)]
+    assert (tmp_path / "runs/tiny-prompt_tokens1-fedvpt-seed0/run.db").read_bytes() == first
+    assert sorted(labels(call("compare", "runs", "--json").stdout)) == labels(done.stdout)
+
+
+def test_an_ablation_compares_the_three_forms(call: Call) -> None:
+    overrides = ("method=pfedbayespt", "method.prompt_tokens=2", "method.predict_draws=2", "federation.rounds=1")
+    done = call("protocol", "ablation", "tiny.yaml", *overrides, "--json")
+    assert done.returncode == 0, done.stderr
+    assert labels(done.stdout) == ["pfedbayespt_d", "pfedbayespt_g", "pfedbayespt"]
+
+
+def test_heterogeneity_compares_separated_with_mixed_clients(call: Call, tmp_path: Path) -> None:
+    done = call("protocol", "heterogeneity", "tiny.yaml", "method=head_tune", "federation.rounds=1")
+    assert done.returncode == 0, done.stderr
+    assert "partition.subsets_per_client" in done.stdout
+    for count in (1, 2):
+        run = Run(tmp_path / f"runs/tiny-subsets_per_client{count}-head_tune-seed0")
+        assert run.config.partition.scheme == "label_subsets"
+        assert run.finished
+
+
+def test_the_commands_are_listed_and_need_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['fedprompt', 'protocol', '--help']\n"
+        "from fedprompt.cli import app\n"
+        "try: app()\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules), 'heavy'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in ("new-clients", "sweep", "ablation", "heterogeneity"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["new-clients", "tiny.yaml", "--share", "1"], 2, "--share must be greater than 0 and less than 1, got 1.0"),
+        (
+            ["new-clients", "tiny.yaml", "partition.scheme=iid", "partition.clients=1"],
+            2,
+            "federation.held_out must be 0 where there is only one client, got 0.5",
+        ),
+        (["new-clients", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["sweep", "method.v=1..10", "tiny.yaml"], 2, "method.v is not a setting of fedvpt; it has"),
+        (["sweep", "method.prompt_tokens=1..", "tiny.yaml"], 2, "must have a whole number at both ends of a range"),
+        (["sweep", "tiny.yaml", "method.prompt_tokens=1..2"], 2, "sweep must look like field=values, got 'tiny.yaml'"),
+        (["ablation", "tiny.yaml", "method.colour=red"], 2, "method.colour is not a setting of fedvpt"),
+        (["heterogeneity", "tiny.yaml", "partition.subsets=1"], 2, "partition.subsets_per_client must be at most"),
+    ],
+)
+def test_bad_input_is_told_by_field_rule_and_value(call: Call, arguments: list[str], code: int, message: str) -> None:
+    done = call("protocol", *arguments)
+    assert message in done.stderr, done.stderr
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+
+
+def test_a_mistake_in_the_last_value_shows_before_the_first_run_starts(call: Call, tmp_path: Path) -> None:
+    done = call("protocol", "sweep", "method.prompt_tokens=2,-1", "tiny.yaml")
+    assert "method.prompt_tokens must be greater than or equal to 0, got -1" in done.stderr
+    assert done.returncode == 2
+    assert not (tmp_path / "runs").exists()
