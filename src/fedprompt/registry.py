@@ -152,12 +152,18 @@ def describe(cls: type[Method]) -> list[dict[str, Any]]:
 
 
 def _field_comments(cls: type[Method]) -> dict[str, str]:
+    """The `#:` comment of every field, which the formatter may have moved to a line below the field's name."""
     comments: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         try:
             source = inspect.getsource(base)
         except (OSError, TypeError):
             continue
-        for match in re.finditer(r"^    (\w+): .*?#: (.*)$", source, re.MULTILINE):
-            comments[match.group(1)] = match.group(2)
+        field = ""
+        for line in source.splitlines():
+            begun = re.match(r"    (\w+): ", line)
+            field = begun.group(1) if begun else field
+            _, mark, comment = line.partition("#: ")
+            if mark and field:
+                comments[field] = comment
     return comments

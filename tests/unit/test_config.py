@@ -123,6 +123,30 @@ def test_a_sweep_is_the_product_of_its_lists_and_the_seeds(tmp_path: Path) -> No
     }
 
 
+def test_cases_set_several_settings_together(tmp_path: Path) -> None:
+    path = tmp_path / "cases.yaml"
+    path.write_text("sweep: {cases: [{method: fedvpt, train.lr: 0.1}, {method: head_tune, train.lr: 0.2}]}")
+    runs = config.load(path, seeds=[0, 1])
+    assert [(run.seed, run.method["name"], run.train.lr) for run in runs] == [
+        (0, "fedvpt", 0.1),
+        (0, "head_tune", 0.2),
+        (1, "fedvpt", 0.1),
+        (1, "head_tune", 0.2),
+    ]
+    assert [run.train.lr for run in config.load(path, ["method=local"])] == [0.1, 0.2]
+    assert [(run.method["name"], run.train.lr) for run in config.load(path, ["method=local", "train.lr=0.3"])] == [
+        ("local", 0.3)
+    ]
+
+
+@pytest.mark.parametrize("cases", ["[]", "[fedvpt]", "{method: fedvpt}"])
+def test_cases_that_are_no_mappings_are_refused(tmp_path: Path, cases: str) -> None:
+    path = tmp_path / "cases.yaml"
+    path.write_text(f"sweep: {{cases: {cases}}}")
+    with pytest.raises(ConfigError, match="sweep"):
+        config.load(path)
+
+
 def test_runs_of_a_sweep_never_share_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(

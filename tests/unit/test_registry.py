@@ -37,7 +37,7 @@ def test_an_unknown_setting_is_told_with_the_known_ones() -> None:
     [
         ({"prompt_tokens": -1}, r"method\.prompt_tokens must be greater than or equal to 0, got -1"),
         ({"prompt_tokens": "4"}, r"method\.prompt_tokens must be a valid integer, got '4'"),
-        ({"head": "mine"}, r"method\.head must be 'local' or 'shared', got 'mine'"),
+        ({"head": "mine"}, r"method\.head must be 'local', 'shared' or 'shared_then_finetune', got 'mine'"),
         ({"depth": 0}, r"method\.depth.* must be greater than or equal to 1, got 0"),
     ],
 )
@@ -82,6 +82,12 @@ def test_help_comes_from_the_comments_beside_the_fields() -> None:
     assert "learnable tokens" in rows["prompt_tokens"]["help"]
 
 
+def test_every_setting_of_every_method_is_explained() -> None:
+    tables = {**registry.methods(), **registry.variants()}
+    silent = [(name, row["name"]) for name, cls in tables.items() for row in registry.describe(cls) if not row["help"]]
+    assert silent == []
+
+
 def test_another_package_registers_a_method_through_an_entry_point(tmp_path: Path) -> None:
     """A real distribution on the path: a module and the metadata an installer would write."""
     (tmp_path / "their_package.py").write_text(
@@ -96,7 +102,7 @@ def test_another_package_registers_a_method_through_an_entry_point(tmp_path: Pat
     offer_method(tmp_path, "their_package")
     code = "from fedprompt import registry; print(registry.build({'name': 'theirs'}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.stdout.strip() == "Theirs(head='shared')", done.stderr
+    assert done.stdout.strip() == "Theirs(head='shared', finetune_epochs=5)", done.stderr
 
 
 def test_a_broken_entry_point_is_told_by_name(tmp_path: Path) -> None:

@@ -198,3 +198,21 @@ def test_a_strong_pull_brings_the_personal_copy_to_what_was_received(plain: Any)
 def test_a_variant_of_shared_tensors_refuses_a_method_that_shares_none(plain: Any, variant: str) -> None:
     with pytest.raises(ConfigError, match="shares none"):
         run(plain("a", {"name": variant}, method={"name": "local"}))
+
+
+@pytest.mark.parametrize("method", ["fedpr", "per_fedavg"])
+def test_scaffold_is_refused_where_steps_are_corrected(method: str, plain: Any) -> None:
+    """The drift of a client is told from its steps, so they must be the optimiser's own."""
+    with pytest.raises(ConfigError, match="a method that takes plain steps, got .*scaffold with"):
+        run(plain("a", {"name": "scaffold"}, method={"name": method, "head": "shared"}))
+
+
+@pytest.mark.parametrize("method", ["pfedpg", "flora", "flow"])
+def test_ditto_is_refused_where_undeclared_tensors_are_trained(method: str, plain: Any) -> None:
+    with pytest.raises(ConfigError, match="only its shared and local tensors, got .ditto with one that trains"):
+        run(plain("a", {"name": "ditto"}, method={"name": method, "head": "shared"}))
+
+
+def test_ditto_keeps_only_copies_of_declared_tensors(plain: Any) -> None:
+    done = run(plain("a", {"name": "ditto"}, method={"name": "per_fedavg", "head": "shared"}))
+    assert not [name for name in local_tensors(done, 0) if "start." in name]

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.errors import ConfigError, broken
 from fedprompt.method import Batch, Client, Progress, Prompts, Seen, Stage, World
 from fedprompt.methods.variants.base import Variant, require_shared, squared_distance
 from fedprompt.registry import register_variant
@@ -54,12 +55,20 @@ class Ditto(Variant):
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         inside = self.inside(world)
+        self._refuse_undeclared(inside, train)
         shared = tuple(replace(stage, name=f"shared.{stage.name}") for stage in self.inner.stages(inside, train))
         personal = tuple(
             replace(self.wrapped(stage), trainable=tuple(PERSONAL + name for name in stage.trainable))
             for stage in self.inner.stages(inside, train)
         )
         return (*shared, *personal)
+
+    def _refuse_undeclared(self, inside: World, train: TrainConfig) -> None:
+        """A copy can only be kept of what the inner method declared as shared or local."""
+        trained = {name for stage in self.inner.stages(inside, train) for name in stage.trainable}
+        for name in sorted(trained - {*inside.roles.shared, *inside.roles.local}):
+            rule = "be used with a method that trains only its shared and local tensors"
+            raise ConfigError(broken("variant.name", rule, f"ditto with one that trains {name!r}"))
 
     def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
         return self.inner.newcomer(self.inside(world), train, epochs)
@@ -88,7 +97,7 @@ class Ditto(Variant):
         self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress
     ) -> tuple[Tensors, Tensors]:
         upload, local = super().finish(world, client, received, params, progress)
-        return upload, {**local, **self._mine(params)}
+        return upload, {**local, **pick(params, (name for name in world.roles.local if name.startswith(PERSONAL)))}
 
     def _mine(self, tensors: Tensors) -> Tensors:
         return prefixed(PERSONAL, stripped(PERSONAL, tensors))

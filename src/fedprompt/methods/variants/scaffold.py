@@ -5,8 +5,8 @@
     server         x <- x + eta_s (mean(y) - x),   c <- c + (1/N) sum_k (c_k+ - c_k)   over the participants, N all that are not held out
 
 c and c_k start at zero, so the first round is federated averaging. The correction is the gradient of <c - c_k, y>, added
-to the loss: the loss that is reported contains it. The formula for c_k+ holds for plain SGD only, so momentum and gradient
-clipping are refused.
+to the loss: the loss that is reported contains it. The formula for c_k+ holds for plain SGD only, so momentum, gradient
+clipping and methods that correct their steps (FedPR, Per-FedAvg) are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Combine, Progress, Seen, Server, Upload, World
+from fedprompt.method import Batch, Client, Combine, Method, Progress, Seen, Server, Upload, World
 from fedprompt.methods.variants.base import Variant, require_shared
 from fedprompt.registry import register_variant
 from fedprompt.roles import Roles, Statistic, Tensors, prefixed, stripped
@@ -42,6 +42,10 @@ class Scaffold(Variant):
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
+        if type(self.inner).after_step is not Method.after_step:
+            raise ConfigError(
+                broken("variant.name", "be used with a method that takes plain steps", f"scaffold with {self.inner}")
+            )
         if train.momentum:
             raise ConfigError(broken("train.momentum", "be 0 with variant scaffold", train.momentum))
         if train.clip_norm is not None:
