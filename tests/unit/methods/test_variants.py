@@ -203,13 +203,13 @@ def test_a_variant_of_shared_tensors_refuses_a_method_that_shares_none(plain: An
 @pytest.mark.parametrize("method", ["fedpr", "per_fedavg"])
 def test_scaffold_is_refused_where_steps_are_corrected(method: str, plain: Any) -> None:
     """The drift of a client is told from its steps, so they must be the optimiser's own."""
-    with pytest.raises(ConfigError, match="a method that takes plain steps, got .*scaffold with"):
+    with pytest.raises(ConfigError, match=r"a method that takes plain steps, got .*scaffold with"):
         run(plain("a", {"name": "scaffold"}, method={"name": method, "head": "shared"}))
 
 
 @pytest.mark.parametrize("method", ["pfedpg", "flora", "flow"])
 def test_ditto_is_refused_where_undeclared_tensors_are_trained(method: str, plain: Any) -> None:
-    with pytest.raises(ConfigError, match="only its shared and local tensors, got .ditto with one that trains"):
+    with pytest.raises(ConfigError, match=r"only its shared and local tensors, got .ditto with one that trains"):
         run(plain("a", {"name": "ditto"}, method={"name": method, "head": "shared"}))
 
 
