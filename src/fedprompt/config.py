@@ -97,7 +97,7 @@ class BackboneConfig(Section):
 
     name: str = "dinov2-small"  #: `dinov2-small`, `tiny`, a folder, a safetensors file, or a hub id
     image_size: Positive | None = None  #: side in pixels; the backbone's own when absent
-    stem: NotNegative = 0  #: first blocks no prompt may reach: their output is computed once per image and kept
+    stem: NotNegative = 0  #: first blocks no prompt may reach: their output is kept where memory allows
     mean: tuple[float, float, float] | None = (
         None  #: only for weights that carry no preprocessing; checked when they do
     )
@@ -147,7 +147,7 @@ class OutputConfig(Section):
     """Where a run is written. Nothing here changes a result, so it is left out of the hash."""
 
     directory: str = "runs"
-    cache: str | None = None  #: decoded images and features; the user cache directory when absent
+    cache: str | None = None  #: assets and decoded images; the user cache directory when absent
     threads: Positive | None = None  #: of torch; all cores when absent
 
 
@@ -296,9 +296,14 @@ def told_apart(configs: list[Config]) -> list[Config]:
         if len(alike) > 1 and not varied:
             raise ConfigError(f"sweep must not hold the same run twice, got {name!r} {len(alike)} times")
         for number in alike if len(alike) > 1 else []:
-            parts = [f"{key.split('.')[-1]}{flat[number][key]}" for key in varied if key in flat[number]]
+            parts = [f"{_last_name(key)}{flat[number][key]}" for key in varied if key in flat[number]]
             result[number] = renamed(configs[number], *parts)
     return result
+
+
+def _last_name(key: str) -> str:
+    """`lr` of `train.lr`, and `head` of `train.lrs.head.*`."""
+    return key.removesuffix(".*").split(".")[-1]
 
 
 def renamed(config: Config, *parts: str) -> Config:

@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprompt.errors import ConfigError, broken
 from fedprompt.prompts import heads
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Roles, Tensors, pick
@@ -67,6 +68,15 @@ class World:
     @property
     def clients(self) -> int:
         return len(self.client_names)
+
+    def placed(self, tensors: Tensors) -> Tensors:
+        """The tensors where the backbone is and in its precision."""
+        return {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}
+
+    def check_depth(self, field: str, depth: int | None) -> None:
+        """Raise unless that many blocks can be prompted; None stands for all."""
+        if depth is not None and depth > self.blocks:
+            raise ConfigError(broken(field, f"be at most the {self.blocks} blocks of the backbone", depth))
 
 
 @dataclass(frozen=True)
@@ -256,4 +266,9 @@ class Method:
 
     def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         """Probabilities (V, B, C) of V draws; the federation averages them and derives the uncertainty."""
-        return self.logits(world, params, seen, batch, noise).softmax(-1).unsqueeze(0)
+        return probabilities(self.logits(world, params, seen, batch, noise)).unsqueeze(0)
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """Softmax over classes in at least float32: bfloat16 would make ties of near misses."""
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

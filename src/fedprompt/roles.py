@@ -6,7 +6,7 @@
 | shared | server and clients | down and up, aggregated |
 | local | one client, kept in its state | never |
 | server | server only (hypernetwork, descriptors, pool) | never, though what it generates may go down |
-| stat | computed on clients (prototype sums, counts) | up, with a declared minimum count |
+| stat | computed on clients (prototype sums, counts, changes) | up, not averaged by the default rule; with a declared minimum count |
 
 A method declares its tensors once, in `Roles`; `federation.wire` holds every message against that declaration.
 """
@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Statistic:
-    """A non-trainable sum over a client's training images that goes up.
+    """What goes up and is no shared tensor: a sum over a client's training images, or something a method's `finish` made of its training.
 
     `start` statistics are asked of every client once, before the first round; `round` statistics come with every training upload.
     With `count`, row c of this tensor was summed over `count[c]` images, and rows made from fewer than `minimum` are sent as zeros.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from fedprompt.assets import cache_directory
 from fedprompt.data import embedded
 from fedprompt.data.partition import make_manifest
 from fedprompt.data.sources import open_source
+from fedprompt.method import World
 
 pytestmark = pytest.mark.unit
 
@@ -119,6 +121,28 @@ def test_the_configs_of_pfedbayespt_hold_the_settings_of_the_paper(
             expected = {"instance_tokens": 1, "keep_probability": 0.9, "draws": 1, "extra_samples": 1}
             assert expected.items() <= full.method.items()
             assert full.method["predict_draws"] == 5 or name.startswith("figure1")
+
+
+METHODS_PAGE = (ROOT / "docs/methods.md").read_text()
+COMMANDS = re.findall(r"^fedprompt run (.*)$", METHODS_PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_methods_page_describes_one_run_that_its_method_accepts(command: str) -> None:
+    path, *overrides = shlex.split(command)
+    (made,) = config.load(ROOT / path, overrides)
+    world = World(384, 12, 17, 14, tuple("0123456789"), tuple("abcdef"))  # as in the demo
+    registry.build(made.method, made.variant).check(world, made.train)
+
+
+def test_every_method_has_a_section_and_a_command_and_every_variant_a_row() -> None:
+    headings = " ".join(re.findall(r"^## (.*)$", METHODS_PAGE, re.MULTILINE))
+    for name, cls in registry.methods().items():
+        if cls.__module__.startswith("fedprompt.methods."):
+            assert f"`{name}`" in headings
+            assert any(f"method={name}" in command.split() for command in COMMANDS), name
+    for name in registry.variants():
+        assert f"| `{name}` |" in METHODS_PAGE
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class ClientRuntime:
             upload, local = self.method.finish(self.world, who, received, params, progress)
             received = {**received, **upload}
         params = self.method.personalise(self.world, who, received, local)
-        params, _, _ = self._run(self._fitting(client), params, round, client, "adaptation.")
+        params, _, _ = self._run(self._fitting(client), params, round, client, "adaptation.", fitting=True)
         images = self.bank.images(client, "test")
         generator = stream(self.config.seed, round, client, "evaluation")
         draws = []
@@ -176,8 +176,9 @@ class ClientRuntime:
         return self.method.adaptation(self.world, train)
 
     def _run(
-        self, stages: Sequence[Stage], params: Tensors, round: int, client: int, purpose: str
+        self, stages: Sequence[Stage], params: Tensors, round: int, client: int, purpose: str, fitting: bool = False
     ) -> tuple[Tensors, Progress, float | None]:
+        """Train the stages; `fitting` before an evaluation is no part of the schedule and starts at the full rates."""
         everything, train = self.bank.images(client, "train"), self.config.train
         steps, losses, seen = 0, 0.0, 0
         sizes: dict[str, float] = {}
@@ -187,7 +188,7 @@ class ClientRuntime:
             order = stream(self.config.seed, round, client, f"{purpose}batches.{stage.name}")
             draws = stream(self.config.seed, round, client, f"{purpose}noise.{stage.name}")
             rates = {
-                name: learning_rate(train, name, max(round, 1), self.config.federation.rounds)
+                name: learning_rate(train, name, 1 if fitting else max(round, 1), self.config.federation.rounds)
                 for name in stage.trainable
             }
             images = self._share(everything, stage, client)

@@ -1,4 +1,4 @@
-"""A pool of prompts from which every image picks, after FedIns (Feng et al., ICCV 2023).
+"""A pool of prompts from which every image picks, after FedIns (Feng et al., ICCV 2023, arXiv 2308.06051).
 
 FedIns keeps a pool of scale-and-shift sets (SSF: gamma * h + beta after every operation) for a frozen ViT. Here *prompts take the place of
 scale and shift*: a set is `prompt_tokens` tokens for each prompted block, inserted as in FedVPT. What is kept is how sets are picked:
@@ -60,9 +60,7 @@ class FedIns(WithHead):
     def check(self, world: World, train: TrainConfig) -> None:
         if self.picks > self.pool:
             raise ConfigError(broken("method.picks", f"be at most the {self.pool} sets of the pool", self.picks))
-        if self.depth is not None and self.depth > world.blocks:
-            rule = f"be at most the {world.blocks} blocks of the backbone"
-            raise ConfigError(broken("method.depth", rule, self.depth))
+        world.check_depth("method.depth", self.depth)
 
     def init(self, world: World, generator: torch.Generator) -> Roles:
         depth = self.depth or world.blocks
@@ -71,7 +69,7 @@ class FedIns(WithHead):
             "pool.prompts": prompts.unflatten(0, (self.pool, depth)),
             "pool.keys": torch.randn(self.pool, world.width, generator=generator),
         }
-        roles = Roles(shared={name: tensor.to(world.device, world.dtype) for name, tensor in shared.items()})
+        roles = Roles(shared=world.placed(shared))
         return self.with_head(world, roles)
 
     def with_head(self, world: World, roles: Roles) -> Roles:

@@ -37,17 +37,14 @@ class FedLoRA(WithHead):
     def check(self, world: World, train: TrainConfig) -> None:
         if self.rank > world.width:
             raise ConfigError(broken("method.rank", f"be at most the width {world.width} of the backbone", self.rank))
-        if self.depth is not None and self.depth > world.blocks:
-            raise ConfigError(
-                broken("method.depth", f"be at most the {world.blocks} blocks of the backbone", self.depth)
-            )
+        world.check_depth("method.depth", self.depth)
         if len(set(self.targets)) < len(self.targets):
             raise ConfigError(broken("method.targets", "name each projection once", list(self.targets)))
 
     def factors(self, world: World, rank: int, generator: torch.Generator) -> Tensors:
         """A new pair of stacked factors whose product is zero."""
         a, b = initial_factors(self.depth or world.blocks, len(self.targets), rank, world.width, generator)
-        return {"lora.a": a.to(world.device, world.dtype), "lora.b": b.to(world.device, world.dtype)}
+        return world.placed({"lora.a": a, "lora.b": b})
 
     def init(self, world: World, generator: torch.Generator) -> Roles:
         return self.with_head(world, Roles(shared=self.factors(world, self.rank, generator)))

@@ -16,7 +16,6 @@ import torch
 from pydantic import Field
 
 from fedprompt.config import TrainConfig
-from fedprompt.errors import ConfigError, broken
 from fedprompt.method import Batch, Prompts, World
 from fedprompt.methods.with_head import WithHead
 from fedprompt.prompts.insertion import VisionPrompt, initial_prompt
@@ -37,15 +36,12 @@ class FedVPT(WithHead):
     prompt_init: Literal["random", "zero"] = "random"  #: VPT's uniform start, or all zeros
 
     def check(self, world: World, train: TrainConfig) -> None:
-        if self.depth is not None and self.depth > world.blocks:
-            raise ConfigError(
-                broken("method.depth", f"be at most the {world.blocks} blocks of the backbone", self.depth)
-            )
+        world.check_depth("method.depth", self.depth)
 
     def init(self, world: World, generator: torch.Generator) -> Roles:
         depth = self.depth or world.blocks
         prompt = initial_prompt(self.prompt_init, depth, self.prompt_tokens, world.width, world.patch, generator)
-        return self.with_head(world, Roles(shared={"prompt": prompt.to(world.device, world.dtype)}))
+        return self.with_head(world, Roles(shared=world.placed({"prompt": prompt})))
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         prompt = params["prompt"]

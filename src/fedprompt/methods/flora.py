@@ -64,9 +64,10 @@ class FLoRA(FedLoRA):
 
     def init(self, world: World, generator: torch.Generator) -> Roles:
         pair = self.factors(world, self.largest_rank, generator)
+        precise = torch.promote_types(world.dtype, torch.float32)  # a small change would vanish in bfloat16
         roles = Roles(
             server={
-                "merged": torch.zeros_like(product(pair["lora.a"], pair["lora.b"])),
+                "merged": torch.zeros_like(product(pair["lora.a"], pair["lora.b"]), dtype=precise),
                 "seed": torch.randint(2**62, (), generator=generator),
             },
             stat={name: Statistic(tuple(tensor.shape)) for name, tensor in pair.items()},
@@ -76,7 +77,7 @@ class FLoRA(FedLoRA):
     def download(self, world: World, server: Server, client: int) -> Tensors:
         generator = stream(int(server.own["seed"]), server.round, SERVER, "lora")
         new = self.factors(world, self.largest_rank, generator)
-        return {**server.shared, "sent.a": new["lora.a"], "sent.merged": server.own["merged"]}
+        return {**server.shared, "sent.a": new["lora.a"], "sent.merged": server.own["merged"].to(world.dtype)}
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         """A new pair, unless the client evaluates the one it has just trained."""

@@ -11,7 +11,7 @@ a client receives all of them and
 An evaluation chooses in the same way, so clients that never trained have a set too. A client stores no choice: it chooses anew each time.
 
 Heads start at zero, and then every set predicts all classes equally and all losses are ln C: equal losses are told apart by a random
-draw of the client, so the first choice is random and spreads the clients over the sets. With K = 1 this is FedVPT.
+draw of the client, so the first choice is random and spreads the clients over the sets. With K = 1 this is FedVPT of the same depth.
 """
 
 from __future__ import annotations

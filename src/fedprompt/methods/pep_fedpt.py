@@ -37,6 +37,7 @@ from fedprompt.federation.aggregate import shares
 from fedprompt.method import Batch, Client, Combine, Prompts, Seen, Server, Stage, Upload, World
 from fedprompt.methods.with_head import WithHead
 from fedprompt.prompts.insertion import VisionPrompt, initial_prompt
+from fedprompt.prompts.keys import cosine
 from fedprompt.registry import register
 from fedprompt.roles import Roles, Statistic, Tensors
 
@@ -91,9 +92,9 @@ class PEPFedPT(WithHead):
         prompts = {"shared_prompt": shared, "class_prompts": of_classes.unflatten(0, (classes, -1))}
         server = {"prototypes": torch.zeros(classes, width), "known": torch.zeros(classes)}
         roles = Roles(
-            shared={name: tensor.to(world.device, world.dtype) for name, tensor in prompts.items()},
+            shared=world.placed(prompts),
             local={"prior": torch.zeros(classes, dtype=world.dtype, device=world.device)},
-            server={name: tensor.to(world.device, world.dtype) for name, tensor in server.items()},
+            server=world.placed(server),
             stat=self._declared(classes, width),
         )
         return self.with_head(world, roles)
@@ -111,6 +112,8 @@ class PEPFedPT(WithHead):
 
     def statistics(self, world: World, params: Tensors, batch: Batch, look: Callable[[], Seen]) -> Tensors:
         member = F.one_hot(batch.labels, world.classes).float()
+        if batch.weights is not None:
+            member = member * batch.weights.unsqueeze(-1)
         query = look().extra["query"] if self.query == "inline" else self.queries(batch.features["cls"])
         found = {"sums": member.T @ query.float(), "counts": member.sum(0)}
         return {f"{when}.{name}": value for when in ("start", "round") for name, value in found.items()}
@@ -159,7 +162,7 @@ class PEPFedPT(WithHead):
 
     def _likeness(self, query: Tensor, prototypes: Tensor) -> Tensor:
         if self.similarity == "cosine":
-            return F.normalize(query, dim=-1) @ F.normalize(prototypes, dim=-1).T
+            return cosine(query, prototypes)
         lengths = query.square().sum(-1, keepdim=True) + prototypes.square().sum(-1)
         return query @ prototypes.T - lengths / 2
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Prompts, Seen, World
+from fedprompt.method import Batch, Client, Prompts, Seen, World, probabilities
 from fedprompt.methods.with_head import WithHead
 from fedprompt.prompts import semi_implicit, token_encoder
 from fedprompt.prompts.insertion import VisionPrompt, initial_prompt
@@ -70,12 +70,8 @@ class PFedBayesPTD(WithHead):
         return f"block_inputs:{self.instance_depth}" if self.instance_depth else "block_inputs"
 
     def check(self, world: World, train: TrainConfig) -> None:
-        for field in ("depth", "instance_depth"):
-            value = getattr(self, field)
-            if value is not None and value > world.blocks:
-                raise ConfigError(
-                    broken(f"method.{field}", f"be at most the {world.blocks} blocks of the backbone", value)
-                )
+        world.check_depth("method.depth", self.depth)
+        world.check_depth("method.instance_depth", self.instance_depth)
         if self.mean_init != "default" and self.encoder_hidden:
             raise ConfigError(
                 broken("method.mean_init", "be default unless method.encoder_hidden is 0", self.mean_init)
@@ -87,8 +83,7 @@ class PFedBayesPTD(WithHead):
             "prompt": initial_prompt(self.prompt_init, depth, self.prompt_tokens, world.width, world.patch, generator),
             **self.initial_encoder(world, generator),
         }
-        placed = {name: tensor.to(world.device, world.dtype) for name, tensor in shared.items()}
-        return self.with_head(world, Roles(shared=placed))
+        return self.with_head(world, Roles(shared=world.placed(shared)))
 
     def initial_encoder(self, world: World, generator: torch.Generator) -> Tensors:
         mean = token_encoder.linear_from(self.mean_init, self._network(world, generator), self.mean_scale)
@@ -139,8 +134,9 @@ class PFedBayesPTG(PFedBayesPTD):
     kl_warmup: Annotated[int, Field(ge=0)] = 0  #: rounds over which the weight grows linearly to its value
 
     def initial_encoder(self, world: World, generator: torch.Generator) -> Tensors:
+        with_mean = super().initial_encoder(world, generator)  # drawn first: all variants start from the same mean
         logvar = token_encoder.constant_network(self._network(world, generator), 2 * math.log(self.initial_std))
-        return {**super().initial_encoder(world, generator), **prefixed(LOGVAR, logvar)}
+        return {**with_mean, **prefixed(LOGVAR, logvar)}
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         grown = min(client.round / self.kl_warmup, 1.0) if self.kl_warmup else 1.0
@@ -226,4 +222,4 @@ class PFedBayesPT(PFedBayesPTG):
 
     def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         logits = self.logits(world, params, seen, batch, noise)
-        return logits.softmax(-1).unflatten(0, (self.predict_draws, -1))
+        return probabilities(logits).unflatten(0, (self.predict_draws, -1))

@@ -130,7 +130,7 @@ class SGPT(SharedPrompts):
             "keys": orthonormal_keys(self.groups, world.width, generator),
         }
         roles = Roles(
-            shared={name: tensor.to(world.device, world.dtype) for name, tensor in shared.items()},
+            shared=world.placed(shared),
             server={"counts": torch.zeros(self.groups, device=world.device)},
             stat={"choices": Statistic((self.groups,))},
         )

@@ -241,6 +241,15 @@ def test_pooled_prototypes_are_the_class_means_of_all_images_for_any_partition(o
     assert (after.own["prototypes"][3] == 0).all()
 
 
+def test_padded_images_are_in_no_sum_and_no_count() -> None:
+    method, features, labels = PEPFedPT(), random(5, WIDTH), torch.tensor([0, 1, 0, 1, 2])
+    padded = Batch(labels, {"cls": features}, torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0]))
+    whole = Batch(labels[:3], {"cls": features[:3]})
+    found, expected = (method.statistics(make_world(method), {}, batch, lambda: None) for batch in (padded, whole))  # type: ignore[arg-type, return-value]
+    assert found["start.counts"].tolist() == [2.0, 1.0, 0.0, 0.0]
+    assert worst_difference(found, expected) < 1e-6
+
+
 def class_upload(client: int, value: float, counts: list[float], weight: float, world: World) -> Upload:
     prompts = {name: torch.full_like(tensor, value) for name, tensor in world.roles.shared.items()}
     sums = torch.tensor(counts)[:, None].expand(-1, WIDTH) * value

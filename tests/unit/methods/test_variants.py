@@ -216,3 +216,12 @@ def test_ditto_is_refused_where_undeclared_tensors_are_trained(method: str, plai
 def test_ditto_keeps_only_copies_of_declared_tensors(plain: Any) -> None:
     done = run(plain("a", {"name": "ditto"}, method={"name": "per_fedavg", "head": "shared"}))
     assert not [name for name in local_tensors(done, 0) if "start." in name]
+
+
+def test_a_head_tuned_before_an_evaluation_is_the_personal_one_of_ditto(plain: Any) -> None:
+    def nll(epochs: int) -> float:
+        method = {**METHOD, "head": "shared_then_finetune", "finetune_epochs": epochs}
+        done = run(plain(f"e{epochs}", {"name": "ditto"}, method=method, train={"lrs": {"head.*": 0.01}}))
+        return float(done.summary()["nll"])
+
+    assert nll(5) < nll(0) - 1e-3

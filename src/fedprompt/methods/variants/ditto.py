@@ -57,11 +57,17 @@ class Ditto(Variant):
         inside = self.inside(world)
         self._refuse_undeclared(inside, train)
         shared = tuple(replace(stage, name=f"shared.{stage.name}") for stage in self.inner.stages(inside, train))
-        personal = tuple(
+        return (*shared, *self._personal(self.inner.stages(inside, train)))
+
+    def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        return self._personal(super().adaptation(world, train))
+
+    def _personal(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        """The same stages on the personal copies, which are what predicts."""
+        return tuple(
             replace(self.wrapped(stage), trainable=tuple(PERSONAL + name for name in stage.trainable))
-            for stage in self.inner.stages(inside, train)
+            for stage in stages
         )
-        return (*shared, *personal)
 
     def _refuse_undeclared(self, inside: World, train: TrainConfig) -> None:
         """A copy can only be kept of what the inner method declared as shared or local."""
@@ -97,7 +103,10 @@ class Ditto(Variant):
         self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress
     ) -> tuple[Tensors, Tensors]:
         upload, local = super().finish(world, client, received, params, progress)
-        return upload, {**local, **pick(params, (name for name in world.roles.local if name.startswith(PERSONAL)))}
+        inside = self.inside(world)
+        sent, kept = self.inner.finish(inside, client, received, self._view(params), progress)
+        copy = pick({**sent, **kept}, (*inside.roles.shared, *inside.roles.local))
+        return upload, {**local, **prefixed(PERSONAL, copy)}
 
     def _mine(self, tensors: Tensors) -> Tensors:
         return prefixed(PERSONAL, stripped(PERSONAL, tensors))
