@@ -29,9 +29,9 @@ stacked parameters (`torch.func.vmap`), and the backbone between them only ever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -181,6 +181,10 @@ class Combine(Protocol):
 @dataclass(frozen=True)
 class Method:
     """Plain federated averaging of whatever `init` calls shared. See the module's docstring for the order of calls."""
+
+    symbols: ClassVar[
+        Mapping[str, str]
+    ] = {}  #: what the paper calls a setting, for those who write it so: symbol -> setting
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -93,6 +93,11 @@ def build(method: Mapping[str, Any], variant: Mapping[str, Any] | None = None) -
     return built
 
 
+def setting_name(text: str) -> str:
+    """The setting a paper's symbol stands for in some method (`v` for `predict_draws`); any other text is itself."""
+    return next((cls.symbols[text] for cls in methods().values() if text in cls.symbols), text)
+
+
 def completed(config: Config) -> Config:
     """The config with every setting of its method and variant spelled out, so that its hash covers defaults too."""
     built = build(config.method, config.variant)
@@ -114,6 +119,9 @@ def _build(
     if name not in table:
         raise ConfigError(f"{kind}.name must be one of {', '.join(table)}, got {name!r}")
     cls = table[name]
+    for symbol, setting in cls.symbols.items():
+        if symbol in settings:
+            settings[setting] = settings.pop(symbol)
     known = {field.name for field in dataclasses.fields(cls)} - set(given)
     for unknown in sorted(set(settings) - known):
         raise ConfigError(f"{kind}.{unknown} is not a setting of {name}; it has {', '.join(sorted(known)) or 'none'}")

@@ -56,6 +56,15 @@ class Axis:
             raise ConfigError(broken("sweep", rule, field))
         return cls(field, values_of(field, listed))
 
+    def spelled_out(self) -> Axis:
+        """A method's setting by its name, where the paper's symbol was given: `method.v` is `method.predict_draws`."""
+        section, _, name = self.field.partition(".")
+        if section != "method":
+            return self
+        from fedprompt import registry
+
+        return dataclasses.replace(self, field=f"method.{registry.setting_name(name)}")
+
     def overrides(self) -> list[str]:
         """Each value as the override that sets it; JSON is YAML."""
         return [f"{self.field}={json.dumps(value, default=str)}" for value in self.values]
@@ -119,7 +128,7 @@ def new_clients(
 
 def sweep(axis: str, path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> Sweep:
     """The runs of a config at every value of an axis."""
-    parsed, overrides, seeds = Axis.parse(axis), list(overrides), list(seeds)
+    parsed, overrides, seeds = Axis.parse(axis).spelled_out(), list(overrides), list(seeds)
     series = [load_alike(path, [*overrides, override], seeds) for override in parsed.overrides()]
     configs = [renamed(each, tag) for tag, found in zip(parsed.tags(), series, strict=True) for each in found]
     first = series[0][0]

@@ -19,8 +19,9 @@ that `kl_weight: 1` is the mean over dimensions; `kl_unit: total` gives the lite
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -181,6 +182,8 @@ class PFedBayesPTG(PFedBayesPTD):
 @dataclass(frozen=True)
 class PFedBayesPT(PFedBayesPTG):
     """Instance prompts with a semi-implicit posterior."""
+
+    symbols: ClassVar[Mapping[str, str]] = {"v": "predict_draws"}
 
     keep_probability: Annotated[float, Field(ge=0, le=1)] = (
         0.9  #: pi, with which a token of the features stays unmasked; CLS always does

@@ -192,3 +192,14 @@ def test_heterogeneity_separates_the_subsets_and_mixes_them(written: Written) ->
 def test_protocols_are_planned_without_torch() -> None:
     code = "import sys, fedprompt.evaluation.protocols; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_papers_symbol_stands_for_its_setting(tmp_path: Path) -> None:
+    path = tmp_path / "bayes.yaml"
+    path.write_text(BAYES)
+    by_symbol, by_name = (protocols.sweep(f"method.{name}=1..3", path) for name in ("v", "predict_draws"))
+    assert by_symbol == by_name
+    assert [config.method["predict_draws"] for config in by_symbol.configs] == [1, 2, 3]
+    assert registry.build({"name": "pfedbayespt", "v": 7}) == registry.build(
+        {"name": "pfedbayespt", "predict_draws": 7}
+    )

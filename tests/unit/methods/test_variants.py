@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import local_tensors, run, server_tensors, shared_tensors, worst_difference
 
+from fedprompt.engines.images import ImageBank
 from fedprompt.errors import ConfigError
 from fedprompt.method import World
 from fedprompt.methods.fedvpt import FedVPT
@@ -225,3 +226,41 @@ def test_a_head_tuned_before_an_evaluation_is_the_personal_one_of_ditto(plain: A
         return float(done.summary()["nll"])
 
     assert nll(5) < nll(0) - 1e-3
+
+
+def test_ditto_keeps_of_its_copy_what_the_method_itself_would_keep(plain: Any) -> None:
+    """Per-FedAvg throws a look-ahead without a second step away; so must the personal copy."""
+    once = {"train": {"epochs": 1, "batch_size": 1000}, "federation": {"rounds": 1}}
+    done = run(plain("a", {"name": "ditto", "lam": 0.0}, method={"name": "per_fedavg", "head": "shared"}, **once))
+    shared, local = shared_tensors(done), local_tensors(done, 0)
+    for name, tensor in shared.items():
+        torch.testing.assert_close(local[f"ditto.personal.{name}"], tensor, atol=1e-6, rtol=1e-6)
+
+
+def test_scaffold_on_identical_clients_is_federated_averaging(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody holds the images of client 0 and takes whole-batch steps: nobody drifts, so nothing is corrected."""
+    own = ImageBank.images
+    monkeypatch.setattr(ImageBank, "images", lambda bank, client, part: own(bank, 0, part))
+    whole = {"train": {"batch_size": 1000, "lr": 0.1}, "federation": {"rounds": 3}}
+    corrected, averaged = run(plain("a", {"name": "scaffold"}, **whole)), run(plain("b", **whole))
+    assert worst_difference(shared_tensors(corrected), shared_tensors(averaged)) < 1e-5
+
+
+def test_fitting_before_an_evaluation_is_no_part_of_the_schedule(plain: Any) -> None:
+    """At the end of a cosine the rates of training are almost zero; a newcomer's head must still be tuned."""
+    held_out = {
+        "federation": {"rounds": 10, "held_out": 0.5, "newcomer_epochs": 5, "evaluate_every": 10, "evaluate_last": 1}
+    }
+    fitted, plainly = (
+        run(plain(schedule, train={"schedule": schedule, "lr": 0.02, "lrs": {"prompt": 0.0}}, **held_out))
+        for schedule in ("cosine", "constant")
+    )
+    untouched = run(
+        plain(
+            "none",
+            train={"lr": 0.02, "lrs": {"prompt": 0.0}},
+            federation={**held_out["federation"], "newcomer_epochs": 0},
+        )
+    )
+    gained = untouched.summary()["nll"] - fitted.summary()["nll"]
+    assert gained > 0.3 * (untouched.summary()["nll"] - plainly.summary()["nll"]) > 0

