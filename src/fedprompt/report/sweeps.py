@@ -22,6 +22,7 @@ from fedprompt.run import Run
 
 PANELS = {"average": "Average", "worst": "Worst Local"}
 TICKS = 12  #: more would not be readable
+SMALLEST_SPAN = 6.0  #: of the accuracies shown, in per cent
 
 
 def save_sweep(runs: Sequence[Run], field: str, path: Path) -> Path:
@@ -44,6 +45,7 @@ def sweep_curves(runs: Sequence[Run], field: str) -> Figure:
                 draw_line(axes, number, key, {axis.place(setting(group.runs[0], field)): group for group in groups})
             axes.set(title=title, xlabel=field, ylabel="Accuracy (%)")
             axis.dress(axes)
+            show_no_noise(axes)
         add_legend(figure, [groups[0] for groups in lines.values()])
     return figure
 
@@ -57,6 +59,14 @@ def draw_line(axes: Axes, number: int, key: str, groups: dict[float, Family]) ->
     places, mean, std = np.array(points).reshape(-1, 3).T
     axes.plot(places, 100 * mean, markersize=5, **dress(number, 1))
     draw_band(axes, number, places, 100 * mean, 100 * std)
+
+
+def show_no_noise(axes: Axes) -> None:
+    """At least some points of accuracy from bottom to top, so that a single image more or less does not look like an effect."""
+    low, high = axes.get_ylim()
+    if high - low < SMALLEST_SPAN:
+        middle = min(max((low + high) / 2, SMALLEST_SPAN / 2), 100 - SMALLEST_SPAN / 2)
+        axes.set_ylim(middle - SMALLEST_SPAN / 2, middle + SMALLEST_SPAN / 2)
 
 
 class Axis:

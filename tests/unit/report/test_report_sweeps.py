@@ -146,3 +146,9 @@ def test_the_picture_is_written_and_opens(at, tmp_path):
         assert image.format == "PNG"
         assert image.width > image.height > 400
     assert [file.name for file in path.parent.iterdir()] == ["sweep.png"]
+
+
+def test_a_flat_line_is_not_blown_up(at):
+    average, worst = sweeps.sweep_curves([at(1, [5, 0]), at(2, [5, 0])], "method.draws").axes
+    assert average.get_ylim() == pytest.approx((22, 28))
+    assert worst.get_ylim() == pytest.approx((0, 6))
