@@ -127,7 +127,7 @@ def test_the_commands_are_listed_and_need_no_torch() -> None:
             "federation.held_out must be 0 where there is only one client, got 0.5",
         ),
         (["new-clients", "nowhere.yaml"], 2, "nowhere.yaml"),
-        (["sweep", "method.v=1..10", "tiny.yaml"], 2, "method.v is not a setting of fedvpt; it has"),
+        (["sweep", "method.v=1..10", "tiny.yaml"], 2, "method.predict_draws is not a setting of fedvpt; it has"),
         (["sweep", "method.prompt_tokens=1..", "tiny.yaml"], 2, "must have a whole number at both ends of a range"),
         (["sweep", "tiny.yaml", "method.prompt_tokens=1..2"], 2, "sweep must look like field=values, got 'tiny.yaml'"),
         (["ablation", "tiny.yaml", "method.colour=red"], 2, "method.colour is not a setting of fedvpt"),
