@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from naive import NaiveVPT, naive_local_training, naive_vit
+from naive import NaiveVPT, naive_local_training
 from support import experiment, local_tensors, run, shared_tensors, worst_difference
 
 from fedprompt.data.transforms import ImageStore, normalise
@@ -20,14 +20,6 @@ from fedprompt.streams import stream
 pytestmark = pytest.mark.unit
 
 BATCH, EPOCHS, LR, MOMENTUM, DECAY = 8, 2, 0.05, 0.9, 1e-3
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random ViT as `transformers` saves it."""
-    path = tmp_path_factory.mktemp("vit")
-    naive_vit(width=32, depth=3, heads=2, mlp=64, patch=4, image=16, seed=0).save_pretrained(path)
-    return path
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from naive import naive_vit
 from support import experiment, local_tensors, run, server_tensors, shared_tensors, worst_difference
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -37,14 +36,6 @@ METHODS: dict[str, FedLoRA] = {
     "flora": FLoRA(rank=3, alpha=6.0),
 }
 VIT_B = World(768, 12, 197, 16, tuple("abcde"), ("one", "two"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random ViT as `transformers` saves it."""
-    path = tmp_path_factory.mktemp("vit")
-    naive_vit(width=32, depth=3, heads=2, mlp=64, patch=4, image=16, seed=0).save_pretrained(path)
-    return path
 
 
 @pytest.fixture

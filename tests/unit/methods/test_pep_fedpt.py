@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from naive import NaiveVPT, as_tensor, naive_vit
+from naive import NaiveVPT, as_tensor
 from support import content, experiment, local_tensors, run, server_tensors, shared_tensors, worst_difference
 from torch import Tensor
 
@@ -472,13 +472,6 @@ def test_held_out_clients_are_evaluated_and_a_run_may_be_resumed_from_its_own_se
 
 
 # -- against an independent implementation on `transformers`' layers -----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vit")
-    naive_vit(width=32, depth=3, heads=2, mlp=64, patch=4, image=16, seed=0).save_pretrained(path)
-    return path
 
 
 @pytest.fixture
