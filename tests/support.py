@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,3 +107,16 @@ def offer_method(folder: Path, module: str) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[fedprompt.methods]\ntheirs = {module}\n")
+
+
+def command_line(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`fedprompt` in a folder, with a cache of its own there."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "FEDPROMPT_CACHE": str(folder / "cache"), "COLUMNS": "200"}
+        command = [sys.executable, "-m", "fedprompt.cli", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False
+        )
+
+    return run

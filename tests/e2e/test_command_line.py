@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support import command_line
 
 pytestmark = pytest.mark.e2e
 
@@ -23,14 +24,7 @@ Call = Callable[..., subprocess.CompletedProcess[str]]
 def call(tmp_path: Path) -> Call:
     """Run `fedprompt` in an empty folder with a cache of its own."""
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "FEDPROMPT_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"}
-        command = [sys.executable, "-m", "fedprompt.cli", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False
-        )
-
-    return run
+    return command_line(tmp_path)
 
 
 @pytest.fixture

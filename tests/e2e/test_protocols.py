@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support import command_line
 
 from fedprompt.run import Run
 
@@ -27,14 +27,7 @@ def call(tmp_path: Path, settings: Any) -> Call:
     values["output"] = {"threads": 1}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "FEDPROMPT_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"}
-        command = [sys.executable, "-m", "fedprompt.cli", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False
-        )
-
-    return run
+    return command_line(tmp_path)
 
 
 def labels(text: str) -> list[str]:
