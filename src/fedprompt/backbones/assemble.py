@@ -27,7 +27,7 @@ def assemble(tensors: Mapping[str, Tensor], native: ViTShape, mean: Triple, std:
     tensors = {name: tensor.to(working) for name, tensor in tensors.items()}
     weights = {name: tensor for name, tensor in tensors.items() if name not in _LEADING}
     weights["lead"], weights["position"] = _leading(tensors, native)
-    _check(weights, native)
+    check_tensors(weights, tensor_shapes(native))
     if config.stem >= native.depth:
         raise BackboneError(broken("backbone.stem", f"be below the {native.depth} blocks of the backbone", config.stem))
     size = chosen_size(config.image_size, native.image_size, native.patch)
@@ -52,6 +52,10 @@ def infer_shape(tensors: Mapping[str, Tensor], norm_eps: float) -> ViTShape:
         raise BackboneError(
             f"the weight file must hold a vision transformer, but its tensors do not fit: {error}"
         ) from error
+    if "ln_pre.weight" in tensors:
+        raise BackboneError(
+            "a bare CLIP weight file does not tell its activation, quick_gelu or gelu: use a folder with a config.json"
+        )
     if width not in _HEADS:
         raise BackboneError(
             f"a weight file of width {width} does not tell its attention heads: use a folder with a config.json"
@@ -100,8 +104,8 @@ def _positioned(count: int, extra: int) -> int:
     raise BackboneError(f"position embeddings must cover a square grid of patches, got {count} of them")
 
 
-def _check(weights: Mapping[str, Tensor], shape: ViTShape) -> None:
-    expected = tensor_shapes(shape)
+def check_tensors(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise unless these are exactly the expected tensors, and finite."""
     different = sorted(expected.keys() ^ weights.keys())
     if different:
         word = "lack" if different[0] in expected else "have an unexpected"

@@ -9,6 +9,8 @@ Triple = tuple[float, float, float]
 
 IMAGENET_MEAN: Triple = (0.485, 0.456, 0.406)
 IMAGENET_STD: Triple = (0.229, 0.224, 0.225)
+CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
 HALF: Triple = (0.5, 0.5, 0.5)
 
 
@@ -40,10 +42,34 @@ TINY = Named(
     mean=HALF,
     std=HALF,
 )
-NAMED = {named.name: named for named in (DINOV2_SMALL, TINY)}
+TINY_CLIP = Named(
+    name="tiny-clip",
+    what="random CLIP with patches of 4 pixels, 3 blocks, widths 32, 77 text positions; for tests and dry runs",
+    source="built in memory from a fixed seed",
+    image_size=16,
+    mean=HALF,
+    std=HALF,
+)
+MINI = Named(
+    name="mini",
+    what="DINOv2 ViT-S/14 and the all-MiniLM-L6-v2 text tower, joined by a bridge of our own; a stand-in for CLIP",
+    source="assets dinov2-small, minilm-weights, minilm-tokenizer; the bridge is in the package",
+    image_size=98,
+    mean=IMAGENET_MEAN,
+    std=IMAGENET_STD,
+)
+B16 = Named(
+    name="b16",
+    what="CLIP's own ViT-B/16 image tower and the all-MiniLM-L6-v2 text tower, joined by a bridge of our own",
+    source="assets clip-b16-image, minilm-weights, minilm-tokenizer; the bridge is in the package",
+    image_size=224,
+    mean=CLIP_MEAN,
+    std=CLIP_STD,
+)
+NAMED = {named.name: named for named in (DINOV2_SMALL, MINI, B16, TINY, TINY_CLIP)}
 
 #: families read through `transformers` configs, by `model_type`
-FAMILIES = ("vit", "deit", "dinov2", "dinov2_with_registers")
+FAMILIES = ("vit", "deit", "dinov2", "dinov2_with_registers", "clip", "clip_vision_model")
 
 
 def catalog() -> list[dict[str, Any]]:

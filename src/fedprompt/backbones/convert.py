@@ -1,4 +1,4 @@
-"""DINOv2 weights out of an ONNX file, which is read as data and never run. Free of torch."""
+"""Weights out of ONNX files, which are read as data and never run. Free of torch."""
 
 from __future__ import annotations
 
@@ -37,6 +37,28 @@ def dinov2_from_onnx(data: bytes) -> bytes:
     if len(grids) != 1:
         raise BackboneError(f"the ONNX file must hold one grid of patch positions, got {len(grids)}")
     tensors["pos_embed"] = np.concatenate([cls, grids[0]], axis=1)
+    return safetensors_bytes(tensors)
+
+
+def clip_image_from_onnx(data: bytes) -> bytes:
+    """The safetensors bytes (names as in `transformers`) of the CLIP image tower in an ONNX file with int8 weights.
+
+    Linear weights W (out, in) are stored transposed as integers Q (in, out) with a scale s and a zero point z for each
+    output, so W = ((Q - z) s)^T; the node that multiplies by Q spells the module path. All else is float and named.
+
+    Kept in single precision: half would move a feature by 1e-3 of its norm.
+    """
+    graph = onnx.load_model_from_string(data).graph
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    tensors = {name: array for name, array in stored.items() if name.startswith("vision_model.")}
+    for node in graph.node:
+        if node.op_type == "MatMulInteger":
+            module = node.name.strip("/").removesuffix("/MatMul_quant").replace("/", ".")  # visual_projection
+            integers, zero_point = stored[node.input[1]].astype(np.float32), stored[node.input[3]]
+            scale = stored[node.input[1].removesuffix("_quantized") + "_scale"]
+            tensors[f"{module}.weight"] = ((integers - zero_point) * scale).T
+    if "visual_projection.weight" not in tensors:
+        raise BackboneError("the ONNX file must hold an int8 CLIP image tower, got no visual projection")
     return safetensors_bytes(tensors)
 
 

@@ -14,7 +14,7 @@ _ACTIVATIONS: dict[str, Literal["gelu", "quick_gelu"]] = {"gelu": "gelu", "quick
 
 
 def folder_shape(folder: Path) -> ViTShape:
-    """The architecture at its trained resolution, from config.json."""
+    """The architecture at its trained resolution, from config.json; of a CLIP, that of its vision tower."""
     from transformers import AutoConfig  # seconds to import, and the other ways in do not need it
 
     try:
@@ -29,6 +29,7 @@ def folder_shape(folder: Path) -> ViTShape:
                 f"model_type in {str(folder / 'config.json')!r}", f"be one of {', '.join(FAMILIES)}", config.model_type
             )
         )
+    config = config.vision_config if config.model_type == "clip" else config
     if config.hidden_act not in _ACTIVATIONS:
         raise BackboneError(broken("hidden_act", f"be one of {', '.join(_ACTIVATIONS)}", config.hidden_act))
     if config.num_channels != CHANNELS:
@@ -49,6 +50,7 @@ def folder_shape(folder: Path) -> ViTShape:
         norm_eps=config.layer_norm_eps,
         activation=_ACTIVATIONS[config.hidden_act],
         layer_scale=dinov2,
+        ln_pre=config.model_type == "clip_vision_model",
         mlp="swiglu" if gated else "plain",
     )
 
@@ -87,7 +89,7 @@ def _extra_tokens(config: Any) -> int:
 
 
 def _side(value: Any, name: str) -> int:
-    sides = [value] if isinstance(value, int) else list(value)
-    if len(set(sides)) != 1:
-        raise BackboneError(broken(name, "be square", value))
+    sides = list(value) if isinstance(value, list | tuple) else [value]
+    if len(set(sides)) != 1 or not isinstance(sides[0], int):
+        raise BackboneError(broken(name, "be one side in pixels, or two equal ones", value))
     return int(sides[0])

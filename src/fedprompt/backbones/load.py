@@ -6,11 +6,14 @@ from pathlib import Path
 
 from fedprompt.assets import ASSETS, prepare
 from fedprompt.backbones.assemble import assemble, infer_shape
-from fedprompt.backbones.catalog import DINOV2_SMALL, NAMED, TINY, Triple
+from fedprompt.backbones.bridge import bridged
+from fedprompt.backbones.catalog import B16, DINOV2_SMALL, MINI, NAMED, TINY, TINY_CLIP, Triple
+from fedprompt.backbones.clip import clip_from_folder, is_clip
 from fedprompt.backbones.folder import folder_preprocessing, folder_shape
 from fedprompt.backbones.hub import hub_folder, is_hub_id
 from fedprompt.backbones.names import canonical
-from fedprompt.backbones.tiny import TINY_SHAPE, random_weights
+from fedprompt.backbones.shape import ViTShape
+from fedprompt.backbones.tiny import TINY_CLIP_SHAPE, TINY_SHAPE, tiny_clip, tiny_vit
 from fedprompt.backbones.vit import ViT
 from fedprompt.backbones.weights import PICKLES, read_file, read_folder
 from fedprompt.config import BackboneConfig
@@ -20,14 +23,33 @@ _EPSILON = (
     1e-6  #: of the norms in a bare file: what timm and DINO use; below float32 noise next to the 1e-12 of other ViTs
 )
 
+CLIP_B16_SHAPE = ViTShape(
+    width=768,
+    depth=12,
+    heads=12,
+    mlp_width=3072,
+    patch=16,
+    image_size=224,
+    norm_eps=1e-5,
+    activation="quick_gelu",
+    ln_pre=True,
+)
+
 
 def load_backbone(config: BackboneConfig, cache: Path) -> ViT:
     """The frozen backbone a config asks for, at the resolution, precision and device it asks for."""
     path = Path(config.name).expanduser()
     if config.name == TINY.name:
-        return _tiny(config)
+        return _tiny(config, TINY_SHAPE)
+    if config.name == TINY_CLIP.name:
+        return tiny_clip(_tiny(config, TINY_CLIP_SHAPE))
     if config.name == DINOV2_SMALL.name:
         return _dinov2_small(config, cache)
+    if config.name == MINI.name:
+        size = config.image_size or MINI.image_size
+        return bridged(_dinov2_small(config.model_copy(update={"image_size": size}), cache), cache)
+    if config.name == B16.name:
+        return bridged(_clip_b16_image(config, cache), cache)
     if path.is_dir():
         return _folder(path, config)
     if path.suffix == ".safetensors" or path.suffix in PICKLES:
@@ -62,21 +84,29 @@ def _agreed(field: str, given: Triple | None, own: Triple | None) -> Triple:
     return result
 
 
-def _tiny(config: BackboneConfig) -> ViT:
+def _tiny(config: BackboneConfig, shape: ViTShape) -> ViT:
     if config.sha256 is not None:
-        raise BackboneError("backbone.sha256 must not be given for tiny, which has no weight file")
-    tensors = random_weights(TINY_SHAPE, seed=0)
-    tensors["cls"], tensors["positions"] = tensors.pop("lead"), tensors.pop("position")
-    return assemble(tensors, TINY_SHAPE, *preprocessing(config, (TINY.mean, TINY.std)), config)
+        raise BackboneError(f"backbone.sha256 must not be given for {config.name}, which has no weight file")
+    return tiny_vit(config, shape, *preprocessing(config, (TINY.mean, TINY.std)))
 
 
 def _dinov2_small(config: BackboneConfig, cache: Path) -> ViT:
-    expected = ASSETS[DINOV2_SMALL.name].sha256
+    path, unchecked = _asset(DINOV2_SMALL.name, config, cache)
+    return _file(path, unchecked, own=(DINOV2_SMALL.mean, DINOV2_SMALL.std))
+
+
+def _clip_b16_image(config: BackboneConfig, cache: Path) -> ViT:
+    path, unchecked = _asset("clip-b16-image", config, cache)
+    tensors = canonical(read_file(path))
+    return assemble(tensors, CLIP_B16_SHAPE, *preprocessing(unchecked, (B16.mean, B16.std)), unchecked)
+
+
+def _asset(name: str, config: BackboneConfig, cache: Path) -> tuple[Path, BackboneConfig]:
+    """The checked file of an asset, and the config without the checksum that need not be taken twice."""
+    expected = ASSETS[name].sha256
     if config.sha256 not in (None, expected):
         raise BackboneError(f"backbone.sha256 of {config.name} must be {expected}, got {config.sha256}")
-    path = prepare(DINOV2_SMALL.name, cache)  # checked there, so not hashed twice
-    unchecked = config.model_copy(update={"sha256": None})
-    return _file(path, unchecked, own=(DINOV2_SMALL.mean, DINOV2_SMALL.std))
+    return prepare(name, cache), config.model_copy(update={"sha256": None})
 
 
 def _file(path: Path, config: BackboneConfig, own: tuple[Triple, Triple] | None) -> ViT:
@@ -87,4 +117,6 @@ def _file(path: Path, config: BackboneConfig, own: tuple[Triple, Triple] | None)
 def _folder(folder: Path, config: BackboneConfig) -> ViT:
     shape = folder_shape(folder)  # first, so that a model of another type is called that and not a list of odd tensors
     mean, std = preprocessing(config, folder_preprocessing(folder))
-    return assemble(canonical(read_folder(folder, config.sha256)), shape, mean, std, config)
+    tensors = read_folder(folder, config.sha256)
+    vision = assemble(canonical(tensors), shape, mean, std, config)
+    return clip_from_folder(folder, tensors, vision) if is_clip(folder) else vision

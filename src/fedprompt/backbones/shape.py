@@ -39,6 +39,7 @@ class ViTShape:
     norm_eps: float = 1e-6
     activation: Literal["gelu", "quick_gelu"] = "gelu"
     layer_scale: bool = False
+    ln_pre: bool = False  #: normalised before block 0 (CLIP)
     mlp: Literal["plain", "swiglu"] = "plain"
 
     @property
@@ -57,7 +58,7 @@ class ViTShape:
 
 
 def tensor_shapes(shape: ViTShape) -> dict[str, tuple[int, ...]]:
-    """Every canonical tensor such a transformer has, without the optional `ln_pre`."""
+    """Every canonical tensor such a transformer has."""
     width, hidden = shape.width, shape.mlp_width
     shapes: dict[str, tuple[int, ...]] = {
         "patch.weight": (width, CHANNELS, shape.patch, shape.patch),
@@ -67,6 +68,8 @@ def tensor_shapes(shape: ViTShape) -> dict[str, tuple[int, ...]]:
         "norm.weight": (width,),
         "norm.bias": (width,),
     }
+    if shape.ln_pre:
+        shapes |= {"ln_pre.weight": (width,), "ln_pre.bias": (width,)}
     block: dict[str, tuple[int, ...]] = {
         "norm1.weight": (width,),
         "norm1.bias": (width,),

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprompt.backbones import layers
 from fedprompt.backbones.shape import CHANNELS, ViTShape
 from fedprompt.errors import BackboneError, ContractError
 from fedprompt.prompts.insertion import VisionPrompt, check_prompt, enter, leaves
@@ -52,6 +53,11 @@ class ViT:
         return self.shape.depth - self.stem
 
     @property
+    def reads(self) -> dict[str, int]:
+        """What can be read of an un-prompted pass, and how many numbers that is for one image."""
+        return {"cls": self.shape.width, "patches": self.shape.patches * self.shape.width}
+
+    @property
     def device(self) -> torch.device:
         return self.weights["lead"].device
 
@@ -69,7 +75,7 @@ class ViT:
         patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
         patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
         tokens = torch.cat([weights["lead"].expand(len(images), -1, -1), patches], dim=1)
-        tokens = self._norm("ln_pre", tokens) if "ln_pre.weight" in weights else tokens
+        tokens = self._norm("ln_pre", tokens) if self.shape.ln_pre else tokens
         for block in range(-self.stem, 0):
             (tokens,) = self._block(block, [tokens], [])
         return tokens
@@ -100,7 +106,8 @@ class ViT:
         `tokens` are the un-prompted inputs of block `start`, so what lies below the first prompted block may be computed
         once and kept. Reads: `cls` (B, d), `patches` (B, M, d), `prompts` (B, P, d) with the rows that are still there
         after the last block, slot by slot and oldest first within an appending slot. The order of rows inside the
-        sequence cannot be observed, because prompts carry no position.
+        sequence cannot be observed, because prompts carry no position. Where there is a norm before block 0 (CLIP),
+        prompts of block 0 pass it, as the image's rows have done.
 
         `pause` names a block and a function from the CLS rows (B, d) that enter it to prompts that join from there on.
         """
@@ -117,13 +124,13 @@ class ViT:
                 prompts, slots = prompts + joining, slots + [empty for _ in joining]
             if block == last:
                 break
-            slots = [enter(prompt, rows, block) for prompt, rows in zip(prompts, slots, strict=True)]
+            slots = [self._enter(prompt, rows, block) for prompt, rows in zip(prompts, slots, strict=True)]
             stay = [not leaves(prompt, block) for prompt in prompts]
             live = [main, *(rows.expand(batch, -1, -1) for rows, s in zip(slots, stay, strict=True) if s)]
             passive = [rows for rows, s in zip(slots, stay, strict=True) if not s]
             main, *kept = self._block(block, live, passive)
             slots = [kept.pop(0) if s else rows[:, :0] for rows, s in zip(slots, stay, strict=True)]
-        slots = [enter(prompt, rows, last) for prompt, rows in zip(prompts, slots, strict=True)]
+        slots = [self._enter(prompt, rows, last) for prompt, rows in zip(prompts, slots, strict=True)]
         return self._last_block(main, prompts, slots, reads)
 
     def block_inputs(self, tokens: Tensor, blocks: Sequence[int] | None = None) -> list[Tensor]:
@@ -147,11 +154,9 @@ class ViT:
     def digest(self) -> str:
         """The identity of what this backbone computes: architecture, resolution, preprocessing and every byte of every weight."""
         described = {**dataclasses.asdict(self.shape), "mean": self.mean, "std": self.std, "stem": self.stem}
+        del described["ln_pre"]  # the names of the weights tell it
         sha = hashlib.sha256(repr(sorted(described.items())).encode())
-        for name in sorted(self.weights):
-            tensor = self.weights[name].detach().cpu().contiguous()
-            sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            sha.update(tensor.view(torch.uint8).numpy().data)
+        layers.update_digest(sha, self.weights)
         return sha.hexdigest()
 
     def assert_frozen(self, expected_digest: str) -> None:
@@ -164,6 +169,11 @@ class ViT:
             raise BackboneError(
                 f"backbone {self.name!r} must stay frozen, but its digest went from {expected_digest} to {found}"
             )
+
+    def _enter(self, prompt: VisionPrompt, rows: Tensor, block: int) -> Tensor:
+        """The rows of a slot at the input of a block. CLIP's prompts join the image's rows before `ln_pre`, and pass it too."""
+        entered = enter(prompt, rows, block)
+        return self._norm("ln_pre", entered) if self.shape.ln_pre and self.stem + block == 0 else entered
 
     def _last_block(
         self, main: Tensor, prompts: Sequence[VisionPrompt], slots: list[Tensor], reads: frozenset[str]
@@ -209,26 +219,22 @@ class ViT:
         return list(x.split([rows.shape[1] for rows in live], dim=1)) if len(live) > 1 else [x]
 
     def _heads(self, projected: Tensor, parts: int) -> Tensor:
-        """(B, R, parts * d) to (parts, B, heads, R, d / heads)."""
-        batch, rows, _ = projected.shape
-        head_width = self.shape.width // self.shape.heads
-        return projected.view(batch, rows, parts, self.shape.heads, head_width).permute(2, 0, 3, 1, 4)
+        return layers.split_heads(projected, self.shape.heads, parts)
 
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.shape.mlp == "swiglu":
             gate, value = hidden.chunk(2, dim=-1)
             return F.silu(gate) * value
-        return F.gelu(hidden) if self.shape.activation == "gelu" else hidden * torch.sigmoid(1.702 * hidden)
+        return layers.activate(self.shape.activation, hidden)
 
     def _scaled(self, name: str, x: Tensor) -> Tensor:
         return x * self.weights[name] if self.shape.layer_scale else x
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self.weights[name + ".weight"], self.weights[name + ".bias"])
+        return layers.linear(self.weights, name, x)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        weight, bias = self.weights[name + ".weight"], self.weights[name + ".bias"]
-        return F.layer_norm(x, (self.shape.width,), weight, bias, self.shape.norm_eps)
+        return layers.norm(self.weights, name, x, self.shape.norm_eps)
 
     def _check(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,6 +19,7 @@ from fedprompt.evaluation.scoring import score
 from fedprompt.federation import wire
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Client, Method, Progress, Seen, Stage, World
+from fedprompt.prompts.contexts import Position, TextContext
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Tensors
 from fedprompt.streams import stream
@@ -34,13 +35,49 @@ class Reply:
     loss: float | None = None  #: mean training loss; None when nothing was trained
 
 
+class Speech:
+    """Text features of contexts, kept for as long as the same contexts come again: an evaluation runs the text tower once."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[TextContext, Tensor]] = {}
+
+    def of(self, world: World, contexts: Mapping[str, TextContext]) -> Tensors:
+        found = {name: self._said[name][1] for name, context in contexts.items() if self._is_known(name, context)}
+        new = speak(world, {name: context for name, context in contexts.items() if name not in found})
+        self._said |= {name: (contexts[name], features) for name, features in new.items()}
+        return {**found, **new}
+
+    def _is_known(self, name: str, context: TextContext) -> bool:
+        kept = self._said.get(name)
+        return kept is not None and kept[0].position == context.position and torch.equal(kept[0].tokens, context.tokens)
+
+
+def speak(world: World, contexts: Mapping[str, TextContext]) -> Tensors:
+    """The frozen text tower: features (C, D) of every context. Contexts of one shape run together."""
+    alike: dict[tuple[torch.Size, Position], list[str]] = {}
+    for name, context in contexts.items():
+        alike.setdefault((context.tokens.shape, context.position), []).append(name)
+    found: Tensors = {}
+    for (_, position), names in alike.items():
+        features = world.text.encode(torch.stack([contexts[name].tokens for name in names]), position)
+        found |= dict(zip(names, features, strict=True))
+    return found
+
+
 def look(
-    method: Method, world: World, params: Tensors, images: Images, positions: Tensor, batch: Batch, noise: Tensors
+    method: Method,
+    world: World,
+    params: Tensors,
+    images: Images,
+    positions: Tensor,
+    batch: Batch,
+    noise: Tensors,
+    speech: Speech | None = None,
 ) -> Seen:
-    """The frozen backbone between `prompts` and `logits`. Without prompts, cached features are read instead."""
+    """The frozen backbone between `prompts` and `logits`. Images without prompts are not run again: cached features are read instead."""
     given = method.prompts(world, params, batch, noise)
-    reads = dict.fromkeys(("cls", *method.reads))
     extra = dict(given.extra)
+    text = speak(world, given.text) if speech is None else speech.of(world, given.text)
     if given.vision or given.weights or given.pause is not None:
         tokens = images.tokens(positions)
         if given.repeat > 1:
@@ -53,11 +90,10 @@ def look(
 
         backbone = images.backbone.with_added(given.weights) if given.weights else images.backbone
         pause = None if given.pause is None else (given.pause, later)
-        return Seen(**backbone.run(tokens, given.vision, reads, pause=pause), extra=extra)
-    found = {name: images.features(name, positions) for name in reads if name != "prompts"}
-    return Seen(
-        **{name: value.repeat(given.repeat, *[1] * (value.dim() - 1)) for name, value in found.items()}, extra=extra
-    )
+        return Seen(**backbone.run(tokens, given.vision, method.reads, pause=pause), text=text, extra=extra)
+    found = {name: images.features(name, positions) for name in method.reads if name != "prompts"}
+    repeated = {name: value.repeat(given.repeat, *[1] * (value.dim() - 1)) for name, value in found.items()}
+    return Seen(**repeated, text=text, extra=extra)
 
 
 def make_batch(method: Method, images: Images, positions: Tensor, training: bool) -> Batch:
@@ -66,11 +102,17 @@ def make_batch(method: Method, images: Images, positions: Tensor, training: bool
 
 
 def step_loss(
-    method: Method, world: World, params: Tensors, images: Images, positions: Tensor, noise: Tensors
+    method: Method,
+    world: World,
+    params: Tensors,
+    images: Images,
+    positions: Tensor,
+    noise: Tensors,
+    speech: Speech | None = None,
 ) -> Tensor:
     """One step's loss, from prompts to the number."""
     batch = make_batch(method, images, positions, training=True)
-    seen = look(method, world, params, images, positions, batch, noise)
+    seen = look(method, world, params, images, positions, batch, noise, speech)
     logits = method.logits(world, params, seen, batch, noise)
     return method.loss(world, params, logits, seen, batch, noise)
 
@@ -102,6 +144,22 @@ def sgd_step(
         velocity[name] = grad if name not in velocity else train.momentum * velocity[name] + grad
         stepped[name] = params[name] - rates[name] * velocity[name]
     return stepped
+
+
+class Means:
+    """Averages of named numbers over samples."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._samples = 0
+
+    def add(self, numbers: Mapping[str, Tensor], samples: int) -> None:
+        self._samples += samples
+        for name, number in numbers.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(number) * samples
+
+    def values(self) -> dict[str, float]:
+        return {name: total / self._samples for name, total in self._sums.items()}
 
 
 class ClientRuntime:
@@ -154,19 +212,20 @@ class ClientRuntime:
         params, _, _ = self._run(self._fitting(client), params, round, client, "adaptation.", fitting=True)
         images = self.bank.images(client, "test")
         generator = stream(self.config.seed, round, client, "evaluation")
-        draws = []
+        draws, numbers, speech = [], Means(), Speech()
         with torch.no_grad():
             for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
                 batch = make_batch(self.method, images, positions, training=False)
                 noise = self._noise(self.method, len(positions), False, generator)
-                seen = look(self.method, self.world, params, images, positions, batch, noise)
+                seen = look(self.method, self.world, params, images, positions, batch, noise, speech)
                 draws.append(self.method.predict(self.world, params, seen, batch, noise))
+                numbers.add(self.method.diagnostics(self.world, params, seen, batch), len(positions))
         probabilities = torch.cat(draws, dim=1)
         if not torch.isfinite(probabilities).all():
             raise DivergenceError(
                 f"predictions of client {who.name!r} in round {round} must be finite, got NaN or infinity"
             )
-        return score(probabilities, images.labels, images.domains, self.domain_names)
+        return score(probabilities, images.labels, images.domains, self.domain_names, numbers.values())
 
     def _fitting(self, client: int) -> tuple[Stage, ...]:
         """What a client does with the parameters it predicts with before it is evaluated."""
@@ -237,12 +296,13 @@ class ClientRuntime:
             return {}
         images = self.bank.images(client, "train")
         generator = stream(self.config.seed, round, client, "statistics")
+        speech = Speech()
         totals = {name: torch.zeros(statistic.shape, dtype=torch.float64) for name, statistic in declared.items()}
         with torch.no_grad():
             for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
                 batch = make_batch(self.method, images, positions, training=False)
                 noise = self._noise(self.method, len(positions), False, generator)
-                seen = partial(look, self.method, self.world, params, images, positions, batch, noise)
+                seen = partial(look, self.method, self.world, params, images, positions, batch, noise, speech)
                 part = self.method.statistics(self.world, params, batch, seen)
                 for name in declared:
                     totals[name] += part[name].cpu()
@@ -253,13 +313,12 @@ class ClientRuntime:
 
         def loss(params: Tensors) -> float:
             generator = stream(self.config.seed, round, client, "probe")
-            total = 0.0
+            total, speech = 0.0, Speech()
             with torch.no_grad():
                 for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
                     noise = self._noise(self.method, len(positions), True, generator)
-                    total += step_loss(self.method, self.world, params, images, positions, noise).item() * len(
-                        positions
-                    )
+                    loss = step_loss(self.method, self.world, params, images, positions, noise, speech)
+                    total += loss.item() * len(positions)
             return total / len(images)
 
         counts = torch.bincount(images.labels.cpu(), minlength=self.world.classes)

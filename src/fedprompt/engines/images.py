@@ -64,11 +64,11 @@ class Images:
         kind, _, count = name.partition(":")
         shape, depth = self.backbone.shape, self.backbone.depth
         blocks = int(count) if count.isdecimal() else depth
-        whole = name in ("cls", "patches", "block_inputs")
+        whole = name in self.backbone.reads or name == "block_inputs"
         if not whole and (name not in (f"cls:{blocks}", f"block_inputs:{blocks}") or not 1 <= blocks <= depth):
             raise ContractError(f"needs must name known features of blocks 1..{depth}, got {name!r}")
-        rows = {"cls": 1, "patches": shape.patches, "block_inputs": blocks * shape.tokens}[kind]
-        kept = rows * shape.width * self.backbone.dtype.itemsize * self.everybodys <= KEPT_BYTES
+        numbers = blocks * shape.tokens * shape.width if kind == "block_inputs" else self.backbone.reads[kind]
+        kept = numbers * self.backbone.dtype.itemsize * self.everybodys <= KEPT_BYTES
         if not kept:
             return self._compute(kind, blocks, self._embed(positions))
         if name not in self.cached:

@@ -26,6 +26,7 @@ class ClientResult:
     mutual_information: float  #: over the draws of a Bayesian prompt, summed
     bins: list[list[float]]  #: per confidence bin: samples, sum of confidences, correct
     domains: dict[str, list[int]] = field(default_factory=dict)  #: name -> samples, correct
+    diagnostics: dict[str, float] = field(default_factory=dict)  #: what the method says about itself, mean over samples
 
     @property
     def accuracy(self) -> float:
@@ -64,7 +65,14 @@ def summarise(results: Iterable[ClientResult]) -> dict[str, Any]:
         "entropy": sum(result.entropy for result in results) / samples,
         "mutual_information": sum(result.mutual_information for result in results) / samples,
         "domains": {name: correct / count for name, (count, correct) in sorted(domains.items())},
+        "diagnostics": _means([result.diagnostics for result in results]),
     }
+
+
+def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of every name over the entries that have it: some clients may have nothing to say yet."""
+    names = sorted({name for entry in entries for name in entry})
+    return {name: float(np.mean([entry[name] for entry in entries if name in entry])) for name in names}
 
 
 AVERAGED = ("average", "worst", "pooled", "std", "bottom_decile", "ece", "nll", "entropy", "mutual_information")
@@ -81,6 +89,7 @@ def conclude(rounds: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:
     return {
         **means,
         "domains": domains,
+        "diagnostics": _means([entry.get("diagnostics", {}) for entry in tail]),
         "evaluations": len(tail),
         "final_average": rounds[-1]["average"],
         "final_worst": rounds[-1]["worst"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,13 @@ def entropy(probabilities: Tensor) -> Tensor:
     return -torch.xlogy(probabilities, probabilities).sum(-1)
 
 
-def score(draws: Tensor, labels: Tensor, domains: np.ndarray, domain_names: Sequence[str]) -> ClientResult:
+def score(
+    draws: Tensor,
+    labels: Tensor,
+    domains: np.ndarray,
+    domain_names: Sequence[str],
+    diagnostics: Mapping[str, float] | None = None,
+) -> ClientResult:
     """Average V draws (V, B, C) in probability space and count. Mutual information = H(mean) - mean H."""
     draws = draws.detach().to("cpu", torch.float64)
     labels = labels.cpu()
@@ -40,4 +46,5 @@ def score(draws: Tensor, labels: Tensor, domains: np.ndarray, domain_names: Sequ
             domain_names[domain]: [int((domains == domain).sum()), int(hits[domains == domain].sum())]
             for domain in np.unique(domains).tolist()
         },
+        diagnostics=dict(diagnostics or {}),
     )

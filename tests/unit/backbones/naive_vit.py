@@ -52,6 +52,9 @@ def naive_run(vit: ViT, tokens: Tensor, prompts: list[VisionPrompt]) -> tuple[di
             if block in listed:
                 per_sample = prompt.tokens if prompt.tokens.ndim == 4 else torch.stack([prompt.tokens] * batch)
                 fresh = per_sample[:, listed.index(block)]
+                if vit.shape.ln_pre and block == 0:  # as the image's own rows did
+                    first = (vit.weights["ln_pre.weight"], vit.weights["ln_pre.bias"], vit.shape.norm_eps)
+                    fresh = torch.nn.functional.layer_norm(fresh, (width,), *first)
                 slots[number] = fresh if prompt.mode == "replace" else torch.cat([slots[number], fresh], 1)
         x = torch.cat([cls, *slots, rest], dim=1)
         lengths.append(x.shape[1])

@@ -216,9 +216,8 @@ def test_a_pickle_file_is_refused_without_being_opened(tmp_path):
 def test_a_folder_of_another_model_type_is_refused(tmp_path):
     transformers.BertConfig().save_pretrained(tmp_path)
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        BackboneError, match=r"model_type in .* must be one of vit, deit, dinov2, dinov2_with_registers, got 'bert'"
-    ):
+    families = "vit, deit, dinov2, dinov2_with_registers, clip, clip_vision_model"
+    with pytest.raises(BackboneError, match=rf"model_type in .* must be one of {families}, got 'bert'"):
         load(tmp_path, mean=HALF, std=HALF)
 
 
@@ -242,7 +241,7 @@ def test_a_missing_file_is_named():
 
 
 def test_an_unknown_name_lists_the_choices():
-    with pytest.raises(BackboneError, match=r"one of dinov2-small, tiny, an existing folder.*got 'resnet'"):
+    with pytest.raises(BackboneError, match=r"one of dinov2-small, mini, b16, tiny, tiny-clip, an existing folder.*got 'resnet'"):
         load("resnet")
 
 

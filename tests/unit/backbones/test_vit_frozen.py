@@ -87,7 +87,7 @@ def test_block_inputs_come_in_the_order_asked_for():
 
 
 def test_an_input_norm_is_applied_where_a_family_has_one():
-    vit = random_vit()
+    vit = random_vit(dataclasses.replace(TINY_SHAPE, ln_pre=True))
     weights = vit.weights | {"ln_pre.weight": torch.ones(32), "ln_pre.bias": torch.zeros(32)}
     tokens = dataclasses.replace(vit, weights=weights).embed(torch.randn(2, 3, 16, 16))
     torch.testing.assert_close(tokens.mean(-1), torch.zeros(2, 17), rtol=0, atol=1e-5)

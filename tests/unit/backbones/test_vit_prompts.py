@@ -20,7 +20,7 @@ SHAPES = {
     "plain": ViTShape(WIDTH, DEPTH, 2, 24, patch=4, image_size=8),
     "registers": ViTShape(WIDTH, DEPTH, 4, 24, patch=4, image_size=8, extra_tokens=2, layer_scale=True),
     "swiglu": ViTShape(WIDTH, DEPTH, 2, 24, patch=4, image_size=8, layer_scale=True, mlp="swiglu"),
-    "quick_gelu": ViTShape(WIDTH, DEPTH, 2, 24, patch=4, image_size=8, activation="quick_gelu"),
+    "clip": ViTShape(WIDTH, DEPTH, 2, 24, patch=4, image_size=8, activation="quick_gelu", ln_pre=True),
 }
 STYLES = {
     "shallow": [((0,), "replace", "carry")],

@@ -46,6 +46,10 @@ class Variant(Method):
         return replace(stage, step=replace(self, inner=stage.step))
 
     @property
+    def uses_text(self) -> bool:
+        return self.inner.uses_text
+
+    @property
     def reads(self) -> tuple[str, ...]:
         return self.inner.reads
 
@@ -123,6 +127,9 @@ class Variant(Method):
 
     def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         return self.inner.predict(self.inside(world), params, seen, batch, noise)
+
+    def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
+        return self.inner.diagnostics(self.inside(world), params, seen, batch)
 
 
 def squared_distance(params: Tensors, anchors: Tensors) -> Tensor:

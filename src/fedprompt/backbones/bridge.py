@@ -1,0 +1,33 @@
+"""An image tower joined to the MiniLM text tower by projections this project trained itself (see benchmarks/bridge).
+
+A stand-in for CLIP where no CLIP text tower can be downloaded, and not CLIP: it has learned from a few hundred class names.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from fedprompt.assets import prepare
+from fedprompt.backbones.clip import joined
+from fedprompt.backbones.dual import DualEncoder
+from fedprompt.backbones.minilm import minilm
+from fedprompt.backbones.projection import projection
+from fedprompt.backbones.vit import ViT
+from fedprompt.backbones.weights import read_file
+
+
+def bridged(vision: ViT, cache: Path) -> DualEncoder:
+    """The dual encoder of that name, given its image tower."""
+    with as_file(files("fedprompt.backbones") / "bridges" / f"{vision.name}.safetensors") as path:
+        stored = read_file(path)
+    scale = float(stored.pop("scale"))
+    tensors = {name: tensor.to(vision.device, vision.dtype) for name, tensor in stored.items()}
+    text = minilm(
+        read_file(prepare("minilm-weights", cache)),
+        prepare("minilm-tokenizer", cache),
+        projection(tensors, "text."),
+        vision.device,
+        vision.dtype,
+    )
+    return joined(vision, text, projection(tensors, "image."), scale)

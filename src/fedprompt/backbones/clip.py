@@ -1,0 +1,142 @@
+"""The text side of a CLIP checkpoint in the layout of `transformers`, and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedprompt.backbones.assemble import check_tensors
+from fedprompt.backbones.dual import DualEncoder
+from fedprompt.backbones.names import fused, renamed
+from fedprompt.backbones.projection import Projection
+from fedprompt.backbones.text import CausalTower, TextShape, TextTower, text_tensor_shapes
+from fedprompt.backbones.vit import ViT
+from fedprompt.errors import BackboneError, broken
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+
+_TOP = {
+    r"embeddings\.token_embedding\.weight": "token.weight",
+    r"embeddings\.position_embedding\.weight": "position.weight",
+    r"final_layer_norm\.(weight|bias)": r"norm.\1",
+}
+_IN_BLOCK = {
+    r"layer_norm([12])\.(weight|bias)": r"norm\1.\2",
+    r"self_attn\.q_proj\.(weight|bias)": r"query.\1",
+    r"self_attn\.k_proj\.(weight|bias)": r"key.\1",
+    r"self_attn\.v_proj\.(weight|bias)": r"value.\1",
+    r"self_attn\.out_proj\.(weight|bias)": r"attention.out.\1",
+    r"mlp\.fc1\.(weight|bias)": r"mlp.in.\1",
+    r"mlp\.fc2\.(weight|bias)": r"mlp.out.\1",
+}
+
+
+def is_clip(folder: Path) -> bool:
+    """Whether a model folder holds both towers of a CLIP."""
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # the reader of config.json complains in its own words
+    return isinstance(values, dict) and values.get("model_type") == "clip"
+
+
+def clip_from_folder(folder: Path, tensors: Mapping[str, Tensor], vision: ViT) -> DualEncoder:
+    """Both towers of a CLIP, given all its tensors and its vision tower."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).text_config
+    if config.hidden_act not in ("gelu", "quick_gelu"):
+        raise BackboneError(broken("hidden_act of the text tower", "be gelu or quick_gelu", config.hidden_act))
+    shape = TextShape(
+        width=config.hidden_size,
+        depth=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        mlp_width=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        positions=config.max_position_embeddings,
+        norm_eps=config.layer_norm_eps,
+        activation=config.hidden_act,
+    )
+    return join_clip(tensors, shape, vision, *folder_tokenizer(folder))
+
+
+def join_clip(
+    tensors: Mapping[str, Tensor],
+    shape: TextShape,
+    vision: ViT,
+    tokenise: Callable[[str], Sequence[int]],
+    start: int,
+    end: int,
+) -> DualEncoder:
+    """A vision tower joined to the text tower and the projections among a CLIP's tensors."""
+    missing = [
+        name for name in ("visual_projection.weight", "text_projection.weight", "logit_scale") if name not in tensors
+    ]
+    if missing:
+        raise BackboneError(f"the weights must be those of a whole CLIP, got no {missing[0]!r}")
+    text = {name.removeprefix("text_model."): tensor for name, tensor in tensors.items() if "text_model." in name}
+    text = {name: tensor for name, tensor in text.items() if not name.endswith("position_ids")}
+    named = fused(renamed(text, _TOP, _IN_BLOCK, "a CLIP"))
+    check_tensors(named, text_tensor_shapes(shape, outer_norm="norm"))
+    placed = {name: tensor.detach().to(vision.device, vision.dtype).contiguous() for name, tensor in named.items()}
+    projections = [
+        Projection({"linear.weight": tensors[f"{side}_projection.weight"].detach().to(vision.device, vision.dtype)})
+        for side in ("text", "visual")
+    ]
+    tower = CausalTower(shape, placed, tokenise, start, end, projections[0])
+    scale = math.exp(float(tensors["logit_scale"]))
+    return joined(vision, tower, projections[1], scale)
+
+
+def joined(vision: ViT, text: TextTower, image_projection: Projection, scale: float) -> DualEncoder:
+    return DualEncoder(
+        vision.name,
+        vision.shape,
+        vision.mean,
+        vision.std,
+        vision.weights,
+        vision.native_image_size,
+        vision.stem,
+        text=text,
+        image_projection=image_projection,
+        scale=scale,
+    )
+
+
+def folder_tokenizer(folder: Path) -> tuple[Callable[[str], Sequence[int]], int, int]:
+    """The tokenizer beside the weights, and the ids of its start and end tokens."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BackboneError(
+            f"the backbone folder {str(folder)!r} must hold its tokenizer (tokenizer.json, or vocab.json and merges.txt): {error}"
+        ) from error
+    return _without_ends(tokenizer), int(tokenizer.bos_token_id), int(tokenizer.eos_token_id)
+
+
+def byte_tokenizer() -> tuple[Callable[[str], Sequence[int]], int, int]:
+    """CLIP's own tokenizer without a single merge: every letter is a token, laid out as in the real vocabulary.
+
+    256 bytes, the same with an end-of-word mark, then start and end, which have the two largest ids.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import CLIPTokenizer
+
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *(letter + "</w>" for letter in letters), START, END]
+    tokenizer = CLIPTokenizer(vocab={token: number for number, token in enumerate(tokens)}, merges=[])
+    return _without_ends(tokenizer), tokens.index(START), tokens.index(END)
+
+
+def _without_ends(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    def tokenise(text: str) -> Sequence[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return tokenise

@@ -1,0 +1,58 @@
+"""The sentence encoder all-MiniLM-L6-v2 as a text tower: what the embedded dual encoders read class names with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedprompt.backbones.assemble import check_tensors
+from fedprompt.backbones.names import fused, renamed
+from fedprompt.backbones.projection import Projection
+from fedprompt.backbones.text import BidirectionalTower, TextShape, text_tensor_shapes
+from fedprompt.errors import BackboneError
+
+SHAPE = TextShape(width=384, depth=6, heads=12, mlp_width=1536, vocabulary=30522, positions=512, norm_eps=1e-12)
+START, END = "[CLS]", "[SEP]"
+
+_TOP = {
+    r"embeddings\.word_embeddings\.weight": "token.weight",
+    r"embeddings\.position_embeddings\.weight": "position.weight",
+    r"embeddings\.token_type_embeddings\.weight": "kind.weight",
+    r"embeddings\.LayerNorm\.(weight|bias)": r"embedding_norm.\1",
+}
+_IN_BLOCK = {
+    r"attention\.self\.(query|key|value)\.(weight|bias)": r"\1.\2",
+    r"attention\.output\.dense\.(weight|bias)": r"attention.out.\1",
+    r"attention\.output\.LayerNorm\.(weight|bias)": r"norm1.\1",
+    r"intermediate\.dense\.(weight|bias)": r"mlp.in.\1",
+    r"output\.dense\.(weight|bias)": r"mlp.out.\1",
+    r"output\.LayerNorm\.(weight|bias)": r"norm2.\1",
+}
+
+
+def minilm(
+    tensors: Mapping[str, Tensor], tokenizer: Path, projection: Projection, device: torch.device, dtype: torch.dtype
+) -> BidirectionalTower:
+    """The tower of a checkpoint and a `tokenizer.json`. Sentences are of the first kind only, so that kind is added to the positions."""
+    from tokenizers import Tokenizer
+
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("position_ids")}
+    kept = {name: tensor for name, tensor in kept.items() if not name.startswith("pooler.")}
+    named = fused(renamed(kept, _TOP, _IN_BLOCK, "all-MiniLM-L6-v2"))
+    named["position.weight"] = named["position.weight"] + named.pop("kind.weight")[0]
+    check_tensors(named, text_tensor_shapes(SHAPE, outer_norm="embedding_norm"))
+    weights = {name: tensor.detach().to(device, dtype).contiguous() for name, tensor in named.items()}
+    words = Tokenizer.from_file(str(tokenizer))
+    words.no_truncation()
+    words.no_padding()
+
+    def tokenise(text: str) -> list[int]:
+        return list(words.encode(text, add_special_tokens=False).ids)
+
+    start, end = (words.token_to_id(token) for token in (START, END))
+    if start is None or end is None:
+        raise BackboneError(f"{str(tokenizer)!r} must know the tokens {START} and {END}")
+    return BidirectionalTower(SHAPE, weights, tokenise, start, end, projection)

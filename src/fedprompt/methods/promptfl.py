@@ -1,0 +1,33 @@
+"""PromptFL (Guo et al., 2023): one learnable text context P for all clients, trained by each on its own images and averaged.
+
+    T_c = g([P, name c]),   local objective CE(scale * I T^T, y),   P <- sum_k p_k P_k,   p_k = n_k / sum of the cohort's n
+
+Both towers are frozen and no prompt enters the image tower, so images are encoded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedprompt.method import Batch, Prompts, Seen, World
+from fedprompt.methods.with_text import WithText, similarity
+from fedprompt.registry import register
+from fedprompt.roles import Roles, Tensors
+
+
+@register("promptfl")
+@dataclass(frozen=True)
+class PromptFL(WithText):
+    """A text context averaged over clients."""
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        return Roles(shared={"context": self.new_context(world, generator)})
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        return Prompts(text={"context": self.as_context(params["context"])})
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return similarity(world, seen.image, seen.text["context"])

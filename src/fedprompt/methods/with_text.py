@@ -1,0 +1,66 @@
+"""The part methods on a dual encoder share: learnable contexts that a frozen text tower reads with every class name.
+
+logits[b, c] = scale * <I_b, T_c>,   I_b the image and T_c the class in its context, both of unit length
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.errors import ConfigError, broken
+from fedprompt.method import Method, Stage, World
+from fedprompt.prompts.contexts import Position, TextContext, random_context
+
+
+@dataclass(frozen=True)
+class WithText(Method):
+    """Reads images and class names. What its text contexts are and who owns them is the method's affair."""
+
+    context_tokens: Annotated[int, Field(ge=1)] = 16  #: m, learnable words of a context
+    context_words: str = ""  #: begin with these words instead of at random; they then say how many tokens there are
+    class_position: Position = "end"  #: where the class name stands: behind the context, inside it, or before it
+    class_specific: bool = False  #: one context per class instead of one for all
+
+    @property
+    def uses_text(self) -> bool:
+        return True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("image",)
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        if self.context_words and not len(world.text.words(self.context_words)):
+            raise ConfigError(broken("method.context_words", "have at least one token", self.context_words))
+
+    def new_context(self, world: World, generator: torch.Generator) -> Tensor:
+        """A context at its start, (m, d) or (C, m, d): some words, or N(0, 0.02^2)."""
+        classes = world.classes if self.class_specific else None
+        if self.context_words:
+            words = world.text.words(self.context_words)
+            return words.clone() if classes is None else words.repeat(classes, 1, 1)
+        drawn = random_context(self.context_tokens, world.text.width, generator, classes)
+        return drawn.to(world.device, world.dtype)
+
+    def as_context(self, tokens: Tensor) -> TextContext:
+        return TextContext(tokens, self.class_position)
+
+    def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
+        """A held-out client trains what is a client's own, and takes what is shared as it comes."""
+        stages = self.stages(world, train)
+        own = [tuple(name for name in stage.trainable if name in world.roles.local) for stage in stages]
+        return tuple(
+            replace(stage, trainable=names, epochs=epochs, name=f"newcomer.{stage.name}")
+            for stage, names in zip(stages, own, strict=True)
+        )
+
+
+def similarity(world: World, image: Tensor, text: Tensor) -> Tensor:
+    """Logits (B, C) of images (B, D) and classes (C, D)."""
+    return world.text.scale * image @ text.T
