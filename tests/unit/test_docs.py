@@ -15,6 +15,7 @@ from support import offer_method
 
 from fedprompt import config, errors, registry
 from fedprompt.assets import cache_directory
+from fedprompt.backbones.tiny import TINY_CLIP_SHAPE, random_vit, tiny_clip
 from fedprompt.data import embedded
 from fedprompt.data.partition import make_manifest
 from fedprompt.data.sources import open_source
@@ -72,7 +73,8 @@ def test_every_config_in_the_project_is_valid_and_says_how_to_launch_it(path: Pa
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
 def test_a_paper_has_a_small_scale_that_needs_only_a_package_registry(path: Path) -> None:
     for each in config.load(path, ["scale=small"]):
-        assert (each.data.source, each.backbone.name) == ("embedded", "dinov2-small")
+        dual = registry.build(each.method, each.variant).uses_text
+        assert (each.data.source, each.backbone.name) == ("embedded", "mini" if dual else "dinov2-small")
 
 
 @pytest.mark.assets
@@ -131,7 +133,9 @@ COMMANDS = re.findall(r"^fedprompt run (.*)$", METHODS_PAGE, re.MULTILINE)
 def test_every_command_of_the_methods_page_describes_one_run_that_its_method_accepts(command: str) -> None:
     path, *overrides = shlex.split(command)
     (made,) = config.load(ROOT / path, overrides)
-    world = World(384, 12, 17, 14, tuple("0123456789"), tuple("abcdef"))  # as in the demo
+    digits = tuple("0123456789")
+    language = tiny_clip(random_vit(TINY_CLIP_SHAPE)).language(digits)
+    world = World(384, 12, 17, 14, digits, tuple("abcdef"), language=language)  # as in the demo
     registry.build(made.method, made.variant).check(world, made.train)
 
 

@@ -14,6 +14,11 @@ _FILES = [
     "model.safetensors",
     "model.safetensors.index.json",
     "model-*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
 ]
 
 
@@ -33,6 +38,6 @@ def hub_folder(name: str, revision: str | None) -> Path:
         raise BackboneError(
             f"backbone.name={name!r} could not be had from the hub: {reason}\n"
             "Ways out: (1) on a machine with a hub, download the model, copy the folder here and set backbone.name "
-            "to it; (2) fill the hub cache beforehand and set HF_HUB_OFFLINE=1; (3) use backbone.name=dinov2-small, which "
-            "needs only a package registry."
+            "to it; (2) fill the hub cache beforehand and set HF_HUB_OFFLINE=1; (3) use backbone.name=dinov2-small, or mini "
+            "for methods that read class names, which need only a package registry."
         ) from error
