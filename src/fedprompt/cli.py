@@ -94,6 +94,46 @@ def new_clients(
     _train(protocols.new_clients(config, overrides or (), _seeds(seed), share, epochs), resume, quiet, as_json)
 
 
+@protocol.command("base-to-novel")
+def base_to_novel(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    share: Annotated[float, typer.Option(help="Of the classes, the last ones, that the federation never sees.")] = 0.5,
+    resume: Resume = False,
+    seed: Seeds = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Keep some classes from the federation, and test its clients on them at the end."""
+    from fedprompt.evaluation import protocols
+
+    _train(protocols.base_to_novel(config, overrides or (), _seeds(seed), share), resume, quiet, as_json)
+
+
+@protocol.command()
+def comeback(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    client: Annotated[str, typer.Option(help="Who is away: a name, or a number from 0.")] = "0",
+    rounds: Annotated[int, typer.Option(help="How many rounds it misses.")] = 5,
+    first: Annotated[int | None, typer.Option(help="The first of them; in the middle of the run when absent.")] = None,
+    resume: Resume = False,
+    seed: Seeds = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let a client miss some rounds and come back, and compare with the same runs without its absence."""
+    from fedprompt.evaluation import protocols
+
+    series = protocols.comeback(config, overrides or (), _seeds(seed), client, rounds, first)
+    done = _train(series.configs, resume, quiet, as_json)
+    from fedprompt.report.comeback import comeback_table, save_comeback
+
+    if not as_json:
+        typer.echo(comeback_table(done, series.client, series.away))
+    _say(f"picture: {save_comeback(done, series.client, series.away, series.picture)}")
+
+
 @protocol.command()
 def sweep(
     axis: Annotated[
@@ -311,6 +351,10 @@ def _train(configs: list[Any], resume: bool, quiet: bool, as_json: bool) -> list
             if observer is not None:
                 observer.stop()
     _print_comparison(done, "json" if as_json else "table")
+    for each in done if quiet or as_json else []:  # progress has told the others
+        for _, _, kind, detail in each.reader.events():
+            if kind == "label_check":
+                _say(f"WARNING: {each.name}: {detail}")
     if not as_json:
         for each in done:
             _say(f"run file: {each.directory / 'run.db'}")

@@ -64,6 +64,9 @@ class DataConfig(Section):
         "auto"
     )
     classes: Annotated[list[str], Field(min_length=1)] | None = None  #: keep only these classes, in this order
+    novel: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = (
+        0.0  #: share of the classes, the last ones, that the federation never sees: it is tested on them at the end
+    )
     per_domain: Positive | None = None  #: keep at most this many images of every domain, evenly over the classes
     train_per_cell: Positive | None = None  #: keep at most this many training images of every (domain, class)
     test_per_cell: Positive | None = None  #: the same for test images
@@ -85,6 +88,9 @@ class PartitionConfig(Section):
     subsets: Positive = 2  #: disjoint label subsets of scheme `label_subsets`
     subsets_per_client: Positive = 1  #: how many of them a client holds
     shots: Positive | None = None  #: training images per class of scheme `disjoint`; all when absent
+    last_takes_rest: bool = (
+        False  #: groups of scheme `disjoint` have round(C/N) classes, and the last client takes those that are left
+    )
     min_train: Positive = 1  #: every client gets at least this many training images
     min_test: Positive = 1  #: and this many test images
     max_tries: Positive = 100  #: Dirichlet draws before giving up on the minimum sizes
@@ -141,6 +147,17 @@ class FederationConfig(Section):
     newcomer_epochs: NotNegative = (
         5  #: epochs in which a held-out client fits its head (and what else its method says) first
     )
+    away: dict[
+        str, tuple[Positive, Positive]
+    ] = {}  #: clients by name, and the first and last round in which each cannot be picked
+
+    @field_validator("away")
+    @classmethod
+    def _in_order(cls, value: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        for name, (first, last) in value.items():
+            if first > last:
+                raise ValueError(f"give the first round before the last one ({name} has {first} and {last})")
+        return value
 
 
 class OutputConfig(Section):

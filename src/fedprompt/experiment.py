@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,18 +21,24 @@ from fedprompt.backbones.vit import ViT
 from fedprompt.config import Config
 from fedprompt.data.manifest import Manifest
 from fedprompt.data.partition import make_manifest
-from fedprompt.data.sources import Source, open_source
+from fedprompt.data.sources import Source, open_both
 from fedprompt.data.transforms import ImageStore
 from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
 from fedprompt.engines.inprocess import InProcess
 from fedprompt.errors import RunError
-from fedprompt.federation.rounds import Federation, Observer, sample_newcomers
+from fedprompt.evaluation.base_to_novel import BaseToNovel, remember, require_names
+from fedprompt.evaluation.label_check import check_labels, warning
+from fedprompt.evaluation.novel_figures import stored_figures
+from fedprompt.federation.rounds import Federation, Observer, absences, sample_newcomers
 from fedprompt.federation.states import ClientStates
 from fedprompt.federation.store import FILE, RunStore
 from fedprompt.method import Method, World
+from fedprompt.roles import Tensors
 from fedprompt.run import Run
 from fedprompt.streams import SERVER, stream
+
+Afterwards = Callable[[int, Sequence[int], Callable[[int], Tensors]], None]
 
 
 class Experiment:
@@ -59,13 +65,15 @@ class Experiment:
             torch.set_num_threads(config.output.threads)
         source, manifest, backbone, world = self.prepare()
         frozen = backbone.digest()
-        store = self._open_store(source, manifest, frozen)
+        pixels = ImageStore(source, backbone.shape.image_size, config.data.resize, self.cache)
+        bank = ImageBank(source, manifest, pixels, backbone)
+        store = self._open_store(source, manifest, frozen, world, bank)
+        observer = observer or Observer()
         try:
             states = ClientStates(store.client_state)
-            pixels = ImageStore(source, backbone.shape.image_size, config.data.resize, self.cache)
-            bank = ImageBank(source, manifest, pixels, backbone)
             runtime = ClientRuntime(config, world, self.method, bank, states, source.domain_names)
-            Federation(config, world, self.method, InProcess(runtime), store, observer or Observer()).run()
+            afterwards = self._novel_test(runtime, source, manifest, backbone, store, observer)
+            Federation(config, world, self.method, InProcess(runtime), store, observer, afterwards).run()
             backbone.assert_frozen(frozen)
         finally:
             store.close()
@@ -74,7 +82,7 @@ class Experiment:
     def prepare(self) -> tuple[Source, Manifest, ViT, World]:
         """Data, partition, backbone and the world a method sees, with its roles declared."""
         config = self.config
-        source = open_source(config.data, self.cache)
+        source, novel = open_both(config.data, self.cache)
         manifest = make_manifest(source, config.data, config.partition, config.seed)
         backbone = load_backbone(config.backbone, self.cache)
         shape = backbone.shape
@@ -94,8 +102,37 @@ class Experiment:
         if self.method.uses_text:
             _ = world.text  # raises where there is none
         self.method.check(world, config.train)
-        roles = self.method.init(world, stream(config.seed, 0, SERVER, "init"))
-        return source, manifest, backbone, replace(world, roles=roles)
+        absences(config.federation, names, world.newcomers)  # raises where they cannot be met
+        world = replace(world, roles=self.method.init(world, stream(config.seed, 0, SERVER, "init")))
+        if novel is not None:
+            require_names(self.method, world, novel, backbone, config)
+        return source, manifest, backbone, world
+
+    def _novel_test(
+        self,
+        runtime: ClientRuntime,
+        source: Source,
+        manifest: Manifest,
+        backbone: ViT,
+        store: RunStore,
+        observer: Observer,
+    ) -> Afterwards | None:
+        """What follows the last round where some classes were kept from the federation, unless it was done already."""
+        _, novel = open_both(self.config.data, self.cache) if self.config.data.novel else (None, None)
+        if novel is None or stored_figures(store) is not None:
+            return None
+        test = BaseToNovel.prepare(runtime, source, manifest, novel, backbone, self.cache)
+
+        def afterwards(round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> None:
+            found = store.evaluations(round)  # the last round is always evaluated
+            local = {client: result["correct"] / result["samples"] for client, result in found.items()}
+
+            def told(done: int) -> None:
+                observer.evaluated(round, done, len(clients))
+
+            remember(store, round, test.measure(round, clients, download, local, told))
+
+        return afterwards
 
     def _refuse_another_run(self, resume: bool) -> None:
         directory = self.config.run_directory
@@ -121,7 +158,7 @@ class Experiment:
                 f"run {str(directory)!r} exists already; continue it with --resume, or give it another name="
             )
 
-    def _open_store(self, source: Source, manifest: Manifest, frozen: str) -> RunStore:
+    def _open_store(self, source: Source, manifest: Manifest, frozen: str, world: World, bank: ImageBank) -> RunStore:
         """The run file of this experiment: a new one, or the one that is there if it rests on the same data and weights."""
         directory = self.config.run_directory
         facts = {
@@ -134,7 +171,7 @@ class Experiment:
             "versions": _versions(),
         }
         if not (directory / FILE).exists():
-            return RunStore.create(directory, facts)
+            return self._create_store(facts, world, bank)
         store = RunStore(directory)
         for fact, what in (("backbone", "weights of the backbone"), ("manifest", "partition of the data")):
             if store.fact(fact) != facts[fact]:
@@ -145,6 +182,17 @@ class Experiment:
                 )
         if store.fact("versions") != facts["versions"]:
             store.note(len(store.rounds()), None, "resumed", f"with other versions: {json.dumps(facts['versions'])}")
+        return store
+
+    def _create_store(self, facts: dict[str, Any], world: World, bank: ImageBank) -> RunStore:
+        """A new run begins with a look at the labels, where there are class names to compare them with."""
+        check = check_labels(world, bank, self.config.seed) if self.method.uses_text else None
+        if check is None:
+            return RunStore.create(self.config.run_directory, facts)
+        store = RunStore.create(self.config.run_directory, {**facts, "label_check": check})
+        told = warning(check)
+        if told is not None:
+            store.note(0, None, "label_check", told)
         return store
 
 

@@ -163,6 +163,9 @@ class Client:
     class_counts: Tensor  # (C,) of the training images
     loss: Callable[[Tensors], float]  #: mean training loss of some parameters, without training (IFCA's choice)
     stream: Callable[[str], torch.Generator]  #: random draws of this client in this round, by purpose
+    features: Callable[[str], tuple[Tensor, Tensor]] = (
+        lambda name: (torch.empty(0), torch.empty(0, dtype=torch.long))
+    )  #: un-prompted features of its training images, by the names of `Method.needs`, and their labels (pFedPrompt's memory)
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,13 @@ class Method:
     def uses_text(self) -> bool:
         """Whether it needs a dual encoder."""
         return False
+
+    @property
+    def names_any_class(self) -> bool:
+        """Whether what it learned on some classes can tell others apart, given only their names. A method that keeps
+        anything by label says no; tensors whose declared size follows the number of classes are found without being told.
+        """
+        return self.uses_text
 
     @property
     def reads(self) -> tuple[str, ...]:

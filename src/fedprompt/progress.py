@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from fedprompt.config import Config
 from fedprompt.engines.client import Reply
+from fedprompt.evaluation.label_check import sentence, warning
 from fedprompt.federation.rounds import Observer
 from fedprompt.federation.store import RoundRecord
 
@@ -39,6 +41,12 @@ class LiveProgress(Observer):
         if self._console.is_terminal:
             self._live = Live(self._panel(), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
+
+    def checked(self, check: Mapping[str, Any]) -> None:
+        self._console.print(f"  {sentence(check)}", highlight=False, soft_wrap=True)
+        told = warning(check)
+        if told is not None:
+            self._console.print(f"  [bold]WARNING[/bold]: {told}", highlight=False, soft_wrap=True)
 
     def cohort(self, round: int, clients: Sequence[int]) -> None:
         names = [self._names[client] for client in clients]

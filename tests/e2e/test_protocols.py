@@ -96,6 +96,45 @@ def test_heterogeneity_compares_separated_with_mixed_clients(call: Call, tmp_pat
         assert run.finished
 
 
+DUAL = ("backbone.name=tiny-clip", "method=promptfl", "method.context_tokens=2")
+
+
+def test_base_to_novel_adds_columns_to_the_comparison(call: Call, tmp_path: Path) -> None:
+    command = ("protocol", "base-to-novel", "tiny.yaml", *DUAL, "--share", "0.4")
+    done = call(*command)
+    assert done.returncode == 0, done.stderr
+    assert all(title in done.stdout for title in ("Local", "Base", "Novel", "HM"))
+    assert "label check: zero-shot" in done.stderr
+    assert "WARNING: zero-shot accuracy" in done.stderr  # the tiny backbone knows nothing
+    run = Run(tmp_path / "runs/tiny-base-to-novel-promptfl-seed0")
+    assert run.reader.fact("classes") == ["disc", "square", "triangle"]
+
+    again = call(*command, "--resume", "--json")
+    assert again.returncode == 0, again.stderr
+    (row,) = json.loads(again.stdout)
+    assert 0 <= row["hm"]["mean"] <= 1
+    assert "WARNING: tiny-base-to-novel-promptfl-seed0: zero-shot accuracy" in again.stderr
+    assert "| Novel |" in call("compare", "runs", "--format", "markdown").stdout
+    assert call("report", "runs", "--output", "out").returncode == 0
+    assert ">Novel<" in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_comeback_follows_the_client_with_and_without_its_absence(call: Call, tmp_path: Path) -> None:
+    command = ("protocol", "comeback", "tiny.yaml", *DUAL, "federation.rounds=4", "--client", "1", "--rounds", "2")
+    done = call(*command)
+    assert done.returncode == 0, done.stderr
+    assert "accuracy of client_1 in per cent, away in rounds 2 to 3" in done.stdout
+    table = done.stdout[done.stdout.index("accuracy of client_1") :].splitlines()
+    assert table[1].split("  ") == ["round", "promptfl present", "promptfl away"]
+    assert [line.endswith("away") for line in table[2:6]] == [False, True, True, False]
+    assert (tmp_path / "runs/comeback-tiny-client_1.png").read_bytes().startswith(b"\x89PNG")
+    run = Run(tmp_path / "runs/tiny-comeback-away2to3-promptfl-seed0")
+    assert [record.cohort for record in run.rounds()[1:]] == [[0, 1, 2, 3], [0, 2, 3], [0, 2, 3], [0, 1, 2, 3]]
+    as_json = call(*command, "--resume", "--json")
+    assert as_json.returncode == 0, as_json.stderr
+    assert len(json.loads(as_json.stdout)) == 2
+
+
 def test_the_commands_are_listed_and_need_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['fedprompt', 'protocol', '--help']\n"
@@ -106,7 +145,7 @@ def test_the_commands_are_listed_and_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for command in ("new-clients", "sweep", "ablation", "heterogeneity"):
+    for command in ("new-clients", "base-to-novel", "comeback", "sweep", "ablation", "heterogeneity"):
         assert command in done.stdout
 
 
@@ -120,6 +159,20 @@ def test_the_commands_are_listed_and_need_no_torch() -> None:
             "federation.held_out must be 0 where there is only one client, got 0.5",
         ),
         (["new-clients", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["base-to-novel", "tiny.yaml", "--share", "0"], 2, "--share must be greater than 0 and less than 1, got 0.0"),
+        (["base-to-novel", "tiny.yaml"], 2, "data.novel must be 0 for fedvpt, which knows only the classes"),
+        (
+            ["base-to-novel", "tiny.yaml", *DUAL, "method.class_specific=true"],
+            2,
+            "data.novel must be 0 for promptfl with these settings: the size of context follows the number of classes",
+        ),
+        (
+            ["base-to-novel", "tiny.yaml", *DUAL, "--share", "0.1"],
+            2,
+            "data.novel must be at least one of the 5 classes",
+        ),
+        (["comeback", "tiny.yaml"], 2, "--rounds must be at least 1 and leave a round before and after the absence"),
+        (["comeback", "tiny.yaml", "--rounds", "1", "federation.rounds=3", "--client", "x"], 2, "--client must be a"),
         (["sweep", "method.v=1..10", "tiny.yaml"], 2, "method.predict_draws is not a setting of fedvpt; it has"),
         (["sweep", "method.prompt_tokens=1..", "tiny.yaml"], 2, "must have a whole number at both ends of a range"),
         (["sweep", "tiny.yaml", "method.prompt_tokens=1..2"], 2, "sweep must look like field=values, got 'tiny.yaml'"),

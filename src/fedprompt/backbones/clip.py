@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from fedprompt.backbones.vit import ViT
 from fedprompt.errors import BackboneError, broken
 
 START, END = "<|startoftext|>", "<|endoftext|>"
+_TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  #: either is a whole tokenizer
 
 _TOP = {
     r"embeddings\.token_embedding\.weight": "token.weight",
@@ -89,7 +89,7 @@ def join_clip(
         for side in ("text", "visual")
     ]
     tower = CausalTower(shape, placed, tokenise, start, end, projections[0])
-    scale = math.exp(float(tensors["logit_scale"]))
+    scale = float(tensors["logit_scale"].double().exp())
     return joined(vision, tower, projections[1], scale)
 
 
@@ -112,13 +112,17 @@ def folder_tokenizer(folder: Path) -> tuple[Callable[[str], Sequence[int]], int,
     """The tokenizer beside the weights, and the ids of its start and end tokens."""
     from transformers import AutoTokenizer
 
+    rule = f"the backbone folder {str(folder)!r} must hold its tokenizer (tokenizer.json, or vocab.json and merges.txt)"
+    if not any(all((folder / name).is_file() for name in files) for files in _TOKENIZER_FILES):
+        raise BackboneError(f"{rule}, got neither")  # transformers would make up one that knows no word
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BackboneError(
-            f"the backbone folder {str(folder)!r} must hold its tokenizer (tokenizer.json, or vocab.json and merges.txt): {error}"
-        ) from error
-    return _without_ends(tokenizer), int(tokenizer.bos_token_id), int(tokenizer.eos_token_id)
+    except Exception as error:  # the tokenizer library raises nothing more special
+        raise BackboneError(f"{rule}: {error}") from error
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if start is None or end is None:
+        raise BackboneError(f"the tokenizer in {str(folder)!r} must have a token for the start and one for the end")
+    return _without_ends(tokenizer), int(start), int(end)
 
 
 def byte_tokenizer() -> tuple[Callable[[str], Sequence[int]], int, int]:

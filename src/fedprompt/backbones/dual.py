@@ -14,6 +14,7 @@ CLIP maps its CLS row. A bridge may map [CLS ; mean of the patches], told by its
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from fedprompt.backbones.layers import update_digest
 from fedprompt.backbones.projection import Projection
 from fedprompt.backbones.text import TextTower
 from fedprompt.backbones.vit import ViT
-from fedprompt.errors import BackboneError
+from fedprompt.errors import BackboneError, broken
 from fedprompt.prompts.contexts import Language, Position
 from fedprompt.prompts.insertion import VisionPrompt
 
@@ -51,6 +52,8 @@ class DualEncoder(ViT):
                 f"both projections of {self.name!r} must lead into one space, got "
                 f"{self.image_projection.features} and {self.text.projection.features} dimensions"
             )
+        if not 0 < self.scale < math.inf:
+            raise BackboneError(broken(f"the logit scale of {self.name!r}", "be positive and finite", self.scale))
 
     @property
     def features(self) -> int:

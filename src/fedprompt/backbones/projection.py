@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,8 +21,8 @@ class Projection:
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
-        features, width = shapes.get("linear.weight", (0, 0))
-        hidden = shapes.get("hidden.weight", (0, 0))[0]
+        features, width = (*shapes.get("linear.weight", ()), 0, 0)[:2]
+        hidden = (*shapes.get("hidden.weight", ()), 0)[0]
         expected = {"linear.weight": (features, width), "linear.bias": (features,)}
         if hidden:
             expected |= {
@@ -36,6 +37,8 @@ class Projection:
             raise BackboneError(
                 f"a projection must be one linear map, or one with a perceptron beside it, got tensors {shapes}"
             )
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in self.weights.values()):
+            raise BackboneError("a projection must be finite, got infinite values or not-a-number: the file is damaged")
 
     @property
     def width(self) -> int:

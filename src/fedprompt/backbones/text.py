@@ -19,7 +19,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fedprompt.backbones import layers
 from fedprompt.backbones.projection import Projection
-from fedprompt.errors import ConfigError, ContractError, broken
+from fedprompt.errors import BackboneError, ConfigError, ContractError, broken
 from fedprompt.prompts.contexts import Position
 
 CHUNK_TOKENS = 4096  #: that go through the tower together
@@ -84,9 +85,14 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Class names as token ids, and the layouts of their sentences that were asked for so far."""
+    """Class names as token ids, and the layouts of their sentences that were asked for so far.
+
+    The full stop is tokenised with the name it follows: behind a bracket it may be one token with it. That token then
+    counts as the name's, and its full stop has none left.
+    """
 
     ids: tuple[tuple[int, ...], ...]
+    stops: tuple[tuple[int, ...], ...]
     texts: tuple[str, ...]
     layouts: dict[tuple[int, int, int], tuple[Group, ...]] = field(default_factory=dict)
 
@@ -101,23 +107,37 @@ class TextTower(ABC):
     start: int
     end: int
     projection: Projection
+    shares_beginning: ClassVar[bool]  #: what is the same at the beginning of all sentences runs once
+
+    def __post_init__(self) -> None:
+        if self.projection.width != self.shape.width:
+            raise BackboneError(
+                f"the text projection must take {self.shape.width} numbers, got one that takes {self.projection.width}"
+            )
+        self._check_known((self.start, self.end))
 
     def words(self, text: str) -> Tensor:
         """The embeddings (n, d) of some words, to begin a context with or to be one."""
-        return self._embedded(list(self.tokenise(text)))
+        return self._embedded(self._ids(text))
 
     def names(self, texts: Sequence[str]) -> Names:
         """Class names made ready for `encode`; an underscore counts as a space."""
         spoken = tuple(text.replace("_", " ") for text in texts)
-        ids = tuple(tuple(self.tokenise(text)) for text in spoken)
-        for text, found in zip(texts, ids, strict=True):
-            if not found:
+        ids, stops = [], []
+        for text in spoken:
+            alone, stopped = self._ids(text), self._ids(text + ".")
+            if not alone:
                 raise ConfigError(broken("class name", "have at least one token", text))
-        return Names(ids, spoken)
+            if self.end in alone:
+                raise ConfigError(broken("class name", "not hold the token that ends a sentence", text))
+            ids.append(tuple(stopped[: len(alone)]))
+            stops.append(tuple(stopped[len(alone) :]))
+        return Names(tuple(ids), tuple(stops), spoken)
 
     def encode(self, contexts: Tensor, names: Names, position: Position = "end") -> Tensor:
         """Unit vectors (N, C, D) of every class behind each of N contexts (N, m, d), or (N, C, m, d) with one per class."""
-        classes, tokens, width = len(names.ids), contexts.shape[-2], self.shape.width
+        classes, width = len(names.ids), self.shape.width
+        tokens = contexts.shape[-2] if contexts.dim() > 1 else 0
         if contexts.shape[1:] not in ((tokens, width), (classes, tokens, width)):
             raise ContractError(
                 f"contexts must be (N, m, {width}) or (N, {classes}, m, {width}), got {tuple(contexts.shape)}"
@@ -128,16 +148,16 @@ class TextTower(ABC):
         if shared:
             leading = torch.cat([leading, contexts[:, :shared]], dim=1)
         groups = self._layout(names, tokens, before, shared)
-        many = len(contexts) * sum(group.rests.numel() for group in groups) > CHUNK_TOKENS
+        own = 0 if self.shares_beginning else 1 + shared  # rows of the beginning that every sentence has for itself
+        many = len(contexts) * sum(len(g.classes) * (own + g.rests.shape[1]) for g in groups) > CHUNK_TOKENS
+        read: Callable[..., Tensor] = self._read_group
+        if many and torch.is_grad_enabled():  # nothing is drawn at random inside
+            read = partial(checkpoint, self._read_group, use_reentrant=False, preserve_rng_state=False)
         prepared = self._prepare(leading + self.weights["position.weight"][: 1 + shared])
         encoded, order = [], []
         for group in groups:
-            for part in _split(group, max(1, CHUNK_TOKENS // (len(contexts) * group.rests.shape[1]))):
-                rest = self._rest(contexts, part, first=1 + shared)
-                if many and torch.is_grad_enabled():
-                    encoded.append(checkpoint(self._read, rest, *prepared, use_reentrant=False))
-                else:
-                    encoded.append(self._read(rest, *prepared))
+            for part in _split(group, max(1, CHUNK_TOKENS // (len(contexts) * (own + group.rests.shape[1])))):
+                encoded.append(read(contexts, part, 1 + shared, *prepared))
                 order.append(part.classes)
         return torch.cat(encoded, dim=1)[:, torch.cat(order).argsort()]
 
@@ -156,6 +176,21 @@ class TextTower(ABC):
     def _read(self, rest: Tensor, *prepared: Tensor) -> Tensor:
         """The unit vectors (N, c, D) of sentences with these rests (N, c, L, d)."""
 
+    def _read_group(self, contexts: Tensor, group: Group, first: int, *prepared: Tensor) -> Tensor:
+        return self._read(self._rest(contexts, group, first), *prepared)
+
+    def _ids(self, text: str) -> list[int]:
+        ids = list(self.tokenise(text))
+        self._check_known(ids)
+        return ids
+
+    def _check_known(self, ids: Sequence[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.shape.vocabulary:
+            raise BackboneError(
+                f"the tokenizer must be that of the text tower, which knows {self.shape.vocabulary} tokens, "
+                f"got token {max(ids)}"
+            )
+
     def _embedded(self, ids: list[int]) -> Tensor:
         return self.weights["token.weight"][ids]
 
@@ -164,10 +199,9 @@ class TextTower(ABC):
         key = (tokens, before, shared)
         if key not in names.layouts:
             context = list(range(tokens))
-            stop = [-1 - token for token in self.tokenise(".")]  # vocabulary tokens are negative here: -1 - id
             rests: dict[int, list[tuple[int, list[int]]]] = {}
-            for number, ids in enumerate(names.ids):
-                name = [-1 - token for token in ids]
+            for number, both in enumerate(zip(names.ids, names.stops, strict=True)):
+                name, stop = ([-1 - token for token in ids] for ids in both)  # of the vocabulary, hence negative
                 rest = [*context[shared:before], *name, *context[before:], *stop, -1 - self.end]
                 if 1 + shared + len(rest) > self.shape.positions:
                     rule = f"leave room for the class name {names.texts[number]!r} in {self.shape.positions} tokens"
@@ -199,6 +233,8 @@ def _split(group: Group, size: int) -> Iterator[Group]:
 
 class CausalTower(TextTower):
     """CLIP's text encoder."""
+
+    shares_beginning = True
 
     def _prepare(self, leading: Tensor) -> list[Tensor]:
         """Keys and values (2, N, h, P, d / h) of the common beginning in every block."""
@@ -245,6 +281,8 @@ class CausalTower(TextTower):
 
 class BidirectionalTower(TextTower):
     """BERT's encoder with mean pooling, as sentence encoders use it."""
+
+    shares_beginning = False
 
     def _prepare(self, leading: Tensor) -> list[Tensor]:
         return [leading]

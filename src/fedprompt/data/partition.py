@@ -69,7 +69,7 @@ def divide(supply: Supply, partition: PartitionConfig, seed: int) -> Division:
         case "dirichlet_in_domains":
             return by_dirichlet_in_domains(supply, clients, *draws, seed)
         case "disjoint":
-            return by_disjoint_classes(supply, clients, partition.shots, seed)
+            return by_disjoint_classes(supply, clients, partition.shots, seed, partition.last_takes_rest)
         case "label_subsets":
             return by_label_subsets(supply, clients, partition.subsets, partition.subsets_per_client, seed)
         case "iid":

@@ -137,13 +137,25 @@ def by_dirichlet_in_domains(
     return division
 
 
-def by_disjoint_classes(supply: Supply, clients: int, shots: int | None, seed: int) -> Division:
-    """Shuffled classes are cut into groups whose sizes differ by one at most; `shots` training images of each stay."""
+def by_disjoint_classes(
+    supply: Supply, clients: int, shots: int | None, seed: int, last_takes_rest: bool = False
+) -> Division:
+    """Shuffled classes are cut into groups, one per client; `shots` training images of each class stay.
+
+    Sizes of groups differ by one at most. With `last_takes_rest` they are round(C/N), and the last client has what is
+    left (the rule of pFedMoAP: 37 classes over 10 clients are nine times 4 and once 1).
+    """
     count = len(supply.class_names)
     if clients > count:
         raise ConfigError(broken("partition.clients", f"be at most the {count} classes of the data", clients))
+    mixed = stream(seed, "disjoint").permutation(count)
+    each = round(count / clients)
+    if last_takes_rest and each * (clients - 1) >= count:
+        rule = f"leave a class to the last client ({clients - 1} groups of {each} take all {count})"
+        raise ConfigError(broken("partition.last_takes_rest", rule, last_takes_rest))
+    groups = np.split(mixed, each * np.arange(1, clients)) if last_takes_rest else np.array_split(mixed, clients)
     shares = np.zeros((count, clients))
-    for client, group in enumerate(np.array_split(stream(seed, "disjoint").permutation(count), clients)):
+    for client, group in enumerate(groups):
         shares[group, client] = 1
     if shots is not None:
         supply = replace(supply, train=_few(supply, shots, seed))

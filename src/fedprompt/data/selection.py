@@ -12,7 +12,7 @@ from fedprompt.config import DataConfig
 from fedprompt.data.base import Source
 from fedprompt.data.split import cells
 from fedprompt.data.streams import stream
-from fedprompt.errors import DataError, broken
+from fedprompt.errors import ConfigError, DataError, broken
 
 
 class Selection(Source):
@@ -35,7 +35,7 @@ class Selection(Source):
 
 
 def select(source: Source, data: DataConfig) -> Source:
-    """What `data.classes` and `data.per_domain` leave of a source."""
+    """What `data.classes` and `data.per_domain` leave of a source, novel classes included."""
     if data.classes is None and data.per_domain is None:
         return source
     class_names = source.class_names if data.classes is None else _known(data.classes, source)
@@ -44,6 +44,24 @@ def select(source: Source, data: DataConfig) -> Source:
     if data.per_domain is not None:
         indices = few_per_domain(source, indices, data.per_domain, data.split_seed)
     return Selection(source, indices, class_names)
+
+
+def base_and_novel(source: Source, share: float) -> tuple[Source, Source]:
+    """The classes a federation learns and those it is only tested on: of C classes the last floor(share * C) are novel.
+
+    Half of an odd number of classes leaves the larger half to the base, as CoOp has it. Each part counts its own labels.
+    """
+    count = len(source.class_names)
+    novel = min(int(share * count + 1e-9), count - 1)
+    if not novel:
+        raise ConfigError(broken("data.novel", f"be at least one of the {count} classes of {source.name!r}", share))
+    return of_classes(source, source.class_names[: count - novel]), of_classes(source, source.class_names[-novel:])
+
+
+def of_classes(source: Source, class_names: tuple[str, ...]) -> Selection:
+    """All images of some classes."""
+    kept = np.array([name in class_names for name in source.class_names])
+    return Selection(source, np.flatnonzero(kept[source.labels]), class_names)
 
 
 def few_per_domain(source: Source, indices: np.ndarray, limit: int, seed: int) -> np.ndarray:

@@ -9,18 +9,24 @@ from fedprompt.data.base import Source
 from fedprompt.data.cifar import CifarSource, detect_cifar
 from fedprompt.data.folders import FolderSource, has_domains
 from fedprompt.data.parquet import ParquetSource
-from fedprompt.data.selection import select
+from fedprompt.data.selection import base_and_novel, select
 from fedprompt.data.tiny import TinySource
 from fedprompt.errors import DataError, broken
 
-__all__ = ["Source", "detect_format", "open_source"]
+__all__ = ["Source", "detect_format", "open_both", "open_source"]
 
 HUB = "hub:"
 
 
 def open_source(config: DataConfig, cache: Path) -> Source:
-    """The images of `data.source` that `data.classes` and `data.per_domain` leave."""
-    return select(open_whole(config, cache), config)
+    """The images of `data.source` that `data.classes`, `data.per_domain` and `data.novel` leave to the federation."""
+    return open_both(config, cache)[0]
+
+
+def open_both(config: DataConfig, cache: Path) -> tuple[Source, Source | None]:
+    """The images a federation has, and those of the classes that `data.novel` keeps from it."""
+    chosen = select(open_whole(config, cache), config)
+    return base_and_novel(chosen, config.novel) if config.novel else (chosen, None)
 
 
 def open_whole(config: DataConfig, cache: Path) -> Source:

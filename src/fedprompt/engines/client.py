@@ -199,6 +199,13 @@ class ClientRuntime:
 
     def evaluate(self, round: int, client: int, received: Tensors) -> ClientResult:
         """Test one client at the configured point; nothing it trains for that is kept."""
+        return self.test(round, client, self.fitted(round, client, received))
+
+    def fitted(self, round: int, client: int, received: Tensors, elsewhere: World | None = None) -> Tensors:
+        """The parameters a client predicts with at the configured point, after what it does to fit them to itself.
+
+        `elsewhere` is a world with other classes to predict in: what is fitted is fitted here, and all else begins there.
+        """
         who, at = self._client(client, round), self.config.federation.evaluate_at
         local = self._new(who) if at == "global" else self._local(client, who)
         if at == "after_local":
@@ -208,8 +215,16 @@ class ClientRuntime:
             )
             upload, local = self.method.finish(self.world, who, received, params, progress)
             received = {**received, **upload}
+        stages = self._fitting(client)
         params = self.method.personalise(self.world, who, received, local)
-        params, _, _ = self._run(self._fitting(client), params, round, client, "adaptation.", fitting=True)
+        params, _, _ = self._run(stages, params, round, client, "adaptation.", fitting=True)
+        if elsewhere is None:
+            return params
+        own = {name: params[name] for stage in stages for name in stage.trainable}
+        return {**self.method.personalise(elsewhere, who, received, local), **own}
+
+    def test(self, round: int, client: int, params: Tensors) -> ClientResult:
+        """Count what some parameters get right of a client's test images."""
         images = self.bank.images(client, "test")
         generator = stream(self.config.seed, round, client, "evaluation")
         draws, numbers, speech = [], Means(), Speech()
@@ -222,8 +237,9 @@ class ClientRuntime:
                 numbers.add(self.method.diagnostics(self.world, params, seen, batch), len(positions))
         probabilities = torch.cat(draws, dim=1)
         if not torch.isfinite(probabilities).all():
+            name = self.world.client_names[client]
             raise DivergenceError(
-                f"predictions of client {who.name!r} in round {round} must be finite, got NaN or infinity"
+                f"predictions of client {name!r} in round {round} must be finite, got NaN or infinity"
             )
         return score(probabilities, images.labels, images.domains, self.domain_names, numbers.values())
 
@@ -321,6 +337,10 @@ class ClientRuntime:
                     total += loss.item() * len(positions)
             return total / len(images)
 
+        def features(name: str) -> tuple[Tensor, Tensor]:
+            parts = torch.arange(len(images)).split(self.config.federation.evaluation_batch)
+            return torch.cat([images.features(name, part) for part in parts]), images.labels
+
         counts = torch.bincount(images.labels.cpu(), minlength=self.world.classes)
         return Client(
             index=client,
@@ -330,6 +350,7 @@ class ClientRuntime:
             class_counts=counts,
             loss=loss,
             stream=lambda purpose: stream(self.config.seed, round, client, purpose),
+            features=features,
         )
 
     def _local(self, client: int, who: Client) -> Tensors:

@@ -1,6 +1,8 @@
 """Named series of runs: a protocol makes the configs, and everything after that is as for any other run.
 
     new clients     a share of the clients never trains, and only it is evaluated
+    base to novel   a share of the classes is kept from the federation, which is tested on them at the end
+    comeback        a client misses some rounds, and the same runs without its absence
     sweep           one setting takes one value after the other
     ablation        pFedBayesPT without its distribution, without its mixture, and whole
     heterogeneity   clients whose labels come from one of two subsets, or from both
@@ -124,6 +126,82 @@ def new_clients(
     held_out = [f"federation.held_out={share}", f"federation.newcomer_epochs={epochs}"]
     configs = load_alike(path, [*overrides, *held_out], seeds)
     return told_apart([renamed(config, "new-clients") for config in configs])
+
+
+def base_to_novel(
+    path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = (), share: float = 0.5
+) -> list[Config]:
+    """The runs of a config with the last share of the classes kept from the federation and tested on at the end."""
+    if not 0 < share < 1:
+        raise ConfigError(broken("--share", "be greater than 0 and less than 1", share))
+    configs = load_alike(path, [*overrides, f"data.novel={share}"], seeds)
+    return told_apart([renamed(config, "base-to-novel") for config in configs])
+
+
+@dataclass(frozen=True)
+class Comeback:
+    """Runs with and without the absence of a client, and where their picture goes."""
+
+    client: str
+    away: tuple[int, int]
+    configs: list[Config]
+    picture: Path
+
+
+def comeback(
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    seeds: Iterable[int] = (),
+    client: str = "0",
+    missed: int = 5,
+    first: int | None = None,
+) -> Comeback:
+    """The runs of a config as it is, and with one client away for some rounds: from `first` on, or in the middle.
+
+    Every round is evaluated unless the overrides say otherwise, so that the client can be followed.
+    """
+    configs = load_alike(path, ["federation.evaluate_every=1", *overrides], seeds)
+    rounds = min(config.federation.rounds for config in configs)
+    if not 1 <= missed <= rounds - 2:
+        rule = f"be at least 1 and leave a round before and after the absence ({rounds} rounds in all)"
+        raise ConfigError(broken("--rounds", rule, missed))
+    first = 1 + (rounds - missed) // 2 if first is None else first
+    if not 1 <= first <= rounds - missed:
+        raise ConfigError(broken("--first", f"be at least 1 and leave a round after the absence of {missed}", first))
+    name, last = client_called(client, configs), first + missed - 1
+    series = []
+    for config in configs:
+        federation = config.federation.model_copy(update={"away": {**config.federation.away, name: (first, last)}})
+        absent = config.model_copy(update={"federation": federation})
+        series += [renamed(config, "comeback", "present"), renamed(absent, "comeback", f"away{first}to{last}")]
+    picture = Path(configs[0].output.directory) / f"{file_name('comeback', configs[0].name, name)}.png"
+    return Comeback(name, (first, last), told_apart(series), picture)
+
+
+def client_called(text: str, configs: Iterable[Config]) -> str:
+    """The name of a client that every config has, given by name or by number from 0."""
+    found = {_client_in(text, config) for config in configs}
+    if len(found) > 1:
+        raise ConfigError(broken("--client", f"be one client of all runs, not {', '.join(sorted(found))}", text))
+    return found.pop()
+
+
+def _client_in(text: str, config: Config) -> str:
+    from fedprompt.data.manifest import Manifest
+    from fedprompt.data.partition import client_names
+
+    partition = config.partition
+    if partition.scheme == "manifest" and partition.manifest is not None:
+        names = [client.name for client in Manifest.load(partition.manifest).clients]
+    else:
+        names = client_names(partition.clients)
+    if text in names:
+        return text
+    if text.isdecimal() and int(text) < len(names):
+        return names[int(text)]
+    raise ConfigError(
+        broken("--client", f"be a client ({names[0]} .. {names[-1]}) or a number below {len(names)}", text)
+    )
 
 
 def sweep(axis: str, path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> Sweep:

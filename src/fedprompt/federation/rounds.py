@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -38,6 +38,7 @@ class Observer:
     """Told what happens while it happens. This one does nothing; the command line's draws progress."""
 
     def started(self, config: Config, client_names: Sequence[str], rounds_done: int) -> None: ...
+    def checked(self, check: Mapping[str, Any]) -> None: ...
     def cohort(self, round: int, clients: Sequence[int]) -> None: ...
     def trained(self, round: int, reply: Reply) -> None: ...
     def evaluated(self, round: int, done: int, of: int) -> None: ...
@@ -45,11 +46,38 @@ class Observer:
     def finished(self) -> None: ...
 
 
-def sample_cohort(seed: int, round: int, clients: Sequence[int], fraction: float) -> list[int]:
-    """At least one of the clients, in ascending order: the order of work must not matter, so it is not random."""
+def sample_cohort(
+    seed: int, round: int, clients: Sequence[int], fraction: float, away: Collection[int] = ()
+) -> list[int]:
+    """At least one of the clients, in ascending order: the order of work must not matter, so it is not random.
+
+    Clients that are away lose their places and nobody takes them, so the others take part in the rounds they would
+    have taken part in anyway; only a cohort in which all are away is replaced by one client that is there.
+    """
     count = max(1, round_half_up(fraction * len(clients)))
-    chosen = torch.randperm(len(clients), generator=stream(seed, round, SERVER, "cohort"))[:count]
-    return sorted(clients[position] for position in chosen.tolist())
+    drawn = torch.randperm(len(clients), generator=stream(seed, round, SERVER, "cohort")).tolist()
+    present = [place for place in range(len(drawn)) if clients[drawn[place]] not in away]
+    chosen = [place for place in present if place < count] or present[:1]
+    return sorted(clients[drawn[place]] for place in chosen)
+
+
+def absences(settings: FederationConfig, client_names: Sequence[str], newcomers: Collection[int]) -> dict[int, range]:
+    """The rounds in which each absent client cannot be picked, by client number."""
+    found = {}
+    for name, (first, last) in settings.away.items():
+        if name not in client_names:
+            some = ", ".join(client_names[:8]) + (", ..." if len(client_names) > 8 else "")
+            raise ConfigError(broken("federation.away", f"name clients of the partition ({some})", name))
+        if client_names.index(name) in newcomers:
+            raise ConfigError(broken("federation.away", "name clients that are not held out of training", name))
+        if first > settings.rounds:
+            raise ConfigError(broken(f"federation.away.{name}", f"begin within the {settings.rounds} rounds", first))
+        found[client_names.index(name)] = range(first, last + 1)
+    taking_part = len(client_names) - len(newcomers)
+    for round in range(1, settings.rounds + 1):
+        if sum(round in rounds for rounds in found.values()) == taking_part:
+            raise ConfigError(broken("federation.away", "leave a client to train in every round", f"none in {round}"))
+    return found
 
 
 def sample_newcomers(seed: int, clients: int, share: float) -> frozenset[int]:
@@ -81,20 +109,37 @@ class Federation:
     engine: Engine
     store: RunStore
     observer: Observer
+    afterwards: Callable[[int, Sequence[int], Callable[[int], Tensors]], None] | None = (
+        None  #: called after the last round, with its number, the clients to test and what each receives
+    )
 
     def run(self) -> None:
         """Every round that is still missing."""
         settings = self.config.federation
         server = self._load() or self._start()
         self.observer.started(self.config, self.world.client_names, server.round)
+        label_check = self.store.fact("label_check")
+        if label_check is not None:
+            self.observer.checked(label_check)
         for round in range(server.round + 1, settings.rounds + 1):
             server = self._round(server, round)
+        if self.afterwards is not None:
+            self.afterwards(server.round, self.tested, self._downloads(server))
         self.observer.finished()
 
     @cached_property
     def participants(self) -> list[int]:
         """The clients that take part in training: all that are not held out."""
         return [client for client in range(self.world.clients) if client not in self.world.newcomers]
+
+    @property
+    def tested(self) -> list[int]:
+        """The clients that are evaluated: those held out if there are any, else all."""
+        return sorted(self.world.newcomers) or self.participants
+
+    @cached_property
+    def away(self) -> dict[int, range]:
+        return absences(self.config.federation, self.world.client_names, self.world.newcomers)
 
     def _load(self) -> Server | None:
         row = self.store.server_state()
@@ -119,7 +164,8 @@ class Federation:
 
     def _round(self, server: Server, round: int) -> Server:
         settings, clock = self.config.federation, Clock()
-        cohort = sample_cohort(self.config.seed, round, self.participants, settings.fraction)
+        away = {client for client, rounds in self.away.items() if round in rounds}
+        cohort = sample_cohort(self.config.seed, round, self.participants, settings.fraction, away)
         self.observer.cohort(round, cohort)
         sent: dict[int, int] = {}
         with clock.phase("train"):
@@ -131,10 +177,9 @@ class Federation:
         results: dict[int, ClientResult] = {}
         if is_evaluated(round, settings):
             with clock.phase("evaluate"):
-                tested = sorted(self.world.newcomers) or self.participants
-                for client, result in self.engine.evaluate(round, tested, self._downloads(server)):
+                for client, result in self.engine.evaluate(round, self.tested, self._downloads(server)):
                     results[client] = result
-                    self.observer.evaluated(round, len(results), len(tested))
+                    self.observer.evaluated(round, len(results), len(self.tested))
         trained = [reply for reply in replies if reply.loss is not None]
         samples = sum(reply.samples for reply in trained)
         record = RoundRecord(

@@ -52,8 +52,8 @@ def comparison_section(runs: Sequence[Run]) -> str:
     return page.section(
         "Comparison",
         *(page.paragraph(note, "warn") for note in tables.notes(rows)),
-        page.table("Comparison", tables.header(), tables.cells(rows)),
-        page.paragraph(tables.EXPLANATION),
+        page.table("Comparison", tables.header(tables.columns(rows)), tables.cells(rows, tables.columns(rows))),
+        *(page.paragraph(text) for text in tables.explanations(rows)),
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fedprompt.evaluation.novel_figures import stored_figures
 from fedprompt.report.families import BUDGET, TASK, Family, Labelled, Settings, disagreements, families, section
 from fedprompt.run import Run
 
@@ -89,11 +90,31 @@ COLUMNS = (
     Column("seconds", "Seconds", duration),
 )
 
+#: shown where a run tested classes that its federation never saw
+NOVEL_COLUMNS = (
+    Column("local", "Local", percent, best=True, narrow=True),
+    Column("base", "Base", percent, best=True, narrow=True),
+    Column("novel", "Novel", percent, best=True, narrow=True),
+    Column("hm", "HM", percent, best=True, narrow=True),
+    Column("hm3", "HM3", percent),
+)
+
 EXPLANATION = (
     "Accuracies, Client std and ECE in per cent, mean ± sample standard deviation over seeds. All are means over the "
     "last evaluated rounds, except Best, the highest Average of any round. Up and Down are bytes per participating "
     "client and round; Total is both directions of the whole run, and Seconds are its time."
 )
+
+NOVEL_EXPLANATION = (
+    "After the last round: Local on each client's own test images, Base on all test images of the classes trained on, Novel "
+    "on those of classes kept from the federation, means over clients; HM is the harmonic mean of Base and Novel, HM3 "
+    "that of all three."
+)
+
+
+def columns(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """The columns of a table: those of every run, and those that some of these rows have."""
+    return COLUMNS + tuple(column for column in NOVEL_COLUMNS if any(row.values.get(column.key) for row in rows))
 
 
 def comparison(runs: Sequence[Run]) -> list[Row]:
@@ -109,7 +130,7 @@ def row_of(family: Family) -> Row:
         seeds=tuple(run.config.seed for run in family.runs),
         rounds=family.rounds,
         of=family.of,
-        values={column.key: spread(values[column.key] for values in each) for column in COLUMNS},
+        values={column.key: spread(values[column.key] for values in each) for column in (*COLUMNS, *NOVEL_COLUMNS)},
         settings=family.settings,
         repeated=family.repeated,
     )
@@ -117,11 +138,12 @@ def row_of(family: Family) -> Row:
 
 def figures(run: Run) -> dict[str, float | None]:
     """The numbers of one run, by column key."""
-    summary = run.summary()
+    summary, novel = run.summary(), stored_figures(run.reader) or {}
     trained = [record for record in run.rounds() if record.cohort]  # round 0 trains nobody
     participations = sum(len(record.cohort) for record in trained)
     return {
         **{column.key: summary.get(column.key) for column in COLUMNS},
+        **{column.key: novel.get(column.key) for column in NOVEL_COLUMNS},
         "bytes_up_each": sum(record.bytes_up for record in trained) / participations if trained else None,
         "bytes_down_each": sum(record.bytes_down for record in trained) / participations if trained else None,
         "bytes_total": float(summary["bytes_up"] + summary["bytes_down"]),
@@ -164,12 +186,12 @@ def winners(rows: Sequence[Row], key: str) -> set[int]:
     """
     tasks: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
-        if row.finished and row.values[key] is not None:
+        if row.finished and row.values.get(key) is not None:
             task = json.dumps(section(row.settings, TASK), sort_keys=True)
             tasks.setdefault(task, []).append(number)
 
     def printed(number: int) -> float:
-        value = rows[number].values[key]
+        value = rows[number].values.get(key)
         return round(100 * value.mean, 2) if value is not None else float("-inf")
 
     chosen = set()
@@ -199,7 +221,7 @@ def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list
     for number, row in enumerate(rows):
         line = [Cell(row.title)]
         for column in columns:
-            value = row.values[column.key]
+            value = row.values.get(column.key)
             line.append(Cell("–" if value is None else column.write(value), number in best[column.key]))
         table.append([*line, Cell(str(len(row.seeds))), Cell(str(row.rounds))])
     return table
@@ -207,12 +229,18 @@ def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list
 
 def markdown(rows: Sequence[Row]) -> str:
     """A GitHub table with the notes below it."""
-    lines = [header(), ["---"] + ["---:"] * (len(header()) - 1)]
-    for line in cells(rows):
+    shown = columns(rows)
+    lines = [header(shown), ["---"] + ["---:"] * (len(header(shown)) - 1)]
+    for line in cells(rows, shown):
         texts = [markdown_escape(cell.text) for cell in line]
         lines.append([f"**{text}**" if cell.bold else text for text, cell in zip(texts, line, strict=True)])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([table, EXPLANATION, *(markdown_escape(note) for note in notes(rows))]) + "\n"
+    return "\n\n".join([table, *explanations(rows), *(markdown_escape(note) for note in notes(rows))]) + "\n"
+
+
+def explanations(rows: Sequence[Row]) -> list[str]:
+    """What the columns mean."""
+    return [EXPLANATION] if columns(rows) == COLUMNS else [EXPLANATION, NOVEL_EXPLANATION]
 
 
 def markdown_escape(text: str) -> str:
@@ -231,20 +259,26 @@ def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "rounds": row.rounds,
             "of": row.of,
             "finished": row.finished,
-            **{key: value and {"mean": value.mean, "std": value.std} for key, value in row.values.items()},
+            **{column.key: _plain(row.values.get(column.key)) for column in columns(rows)},
         }
         for row in rows
     ]
 
 
+def _plain(value: Spread | None) -> dict[str, float | None] | None:
+    return value and {"mean": value.mean, "std": value.std}
+
+
 def csv(rows: Sequence[Row]) -> str:
     """One line per row at full precision: `average` and `average_std`, and so on; seeds are separated by spaces."""
-    figures = [name for column in COLUMNS for name in (column.key, f"{column.key}_std")]
+    shown = columns(rows)
+    figures = [name for column in shown for name in (column.key, f"{column.key}_std")]
     text = io.StringIO()
     writer = comma_separated.writer(text, lineterminator="\n")
     writer.writerow(["label", "family", "seeds", "rounds", "of", "finished", *figures])
     for row in rows:
-        spreads = [(value.mean, value.std) if value else (None, None) for value in row.values.values()]
+        values = [row.values.get(column.key) for column in shown]
+        spreads = [(value.mean, value.std) if value else (None, None) for value in values]
         seeds = " ".join(map(str, row.seeds))
         numbers = [number for pair in spreads for number in pair]
         writer.writerow([row.label, row.family, seeds, row.rounds, row.of, str(row.finished).lower(), *numbers])
@@ -252,16 +286,20 @@ def csv(rows: Sequence[Row]) -> str:
 
 
 def rich_table(rows: Sequence[Row]) -> Table:
-    """For the terminal: the columns there is room for, the best in bold, notes as the caption."""
+    """For the terminal: the columns there is room for, the best in bold, notes as the caption.
+
+    Where there are accuracies on novel classes, only accuracies have room.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    columns = [column for column in COLUMNS if column.narrow]
+    crowded = columns(rows) != COLUMNS
+    shown = [column for column in columns(rows) if column.narrow and (column.best or not crowded)]
     caption = "\n".join(["per cent, mean ± std over seeds; up and down per client and round", *notes(rows)])
     table = Table(caption=Text(caption), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for position, title in enumerate(header(columns)):
+    for position, title in enumerate(header(shown)):
         table.add_column(title, justify="right" if position else "left", overflow="fold")
-    for line in cells(rows, columns):
+    for line in cells(rows, shown):
         table.add_row(*(Text(cell.text, style="bold" if cell.bold else "") for cell in line))
     return table

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from fedprompt.config import DataConfig, PartitionConfig
 from fedprompt.data.partition import make_manifest
@@ -24,6 +28,7 @@ from fedprompt.data.schemes import (
     dirichlet_shares,
     evenly,
 )
+from fedprompt.data.sources import open_source
 from fedprompt.data.streams import stream
 from fedprompt.data.tiny import TinySource
 from fedprompt.errors import ConfigError, DataError
@@ -195,6 +200,71 @@ def test_disjoint_keeps_the_shots_per_class_and_all_test_images():
     division = by_disjoint_classes(images, 10, 4, seed=0)
     assert (counts(division, images.labels, 37).sum(axis=0) == 4).all()
     assert (counts(division, images.labels, 37, part=1).sum(axis=0) == 6).all()
+
+
+@pytest.mark.parametrize(
+    ("classes", "each", "last"), [(37, 4, 1), (47, 5, 2), (102, 10, 12), (101, 10, 11), (100, 10, 10)]
+)
+def test_the_last_client_takes_the_rest_of_the_classes_as_pfedmoap_has_it(classes, each, last):
+    images = supply(1, classes, 3, 2)
+    division = by_disjoint_classes(images, 10, None, seed=0, last_takes_rest=True)
+    held = counts(division, images.labels, classes) > 0
+    assert held.sum(axis=1).tolist() == [each] * 9 + [last]
+    assert (held == (counts(division, images.labels, classes, part=1) > 0)).all()
+    assert_divides_exactly(division, images)
+
+
+def test_a_last_client_without_a_class_is_refused():
+    with pytest.raises(ConfigError, match=r"leave a class to the last client \(9 groups of 2 take all 15\), got True"):
+        by_disjoint_classes(supply(1, 15, 3, 2), 10, None, seed=0, last_takes_rest=True)
+
+
+@pytest.mark.parametrize("scheme", ["disjoint", "dirichlet", "dirichlet_in_domains"])
+def test_classes_and_partitions_do_not_depend_on_the_order_of_hashes(scheme, tmp_path):
+    """A folder of classes, opened and divided in two processes that hash strings differently."""
+    for domain in ("photo", "sketch"):
+        for name in ("zebra", "ant", "cat", "Bee", "dog"):
+            folder = tmp_path / "set" / domain / name
+            folder.mkdir(parents=True)
+            for number in range(6):
+                Image.new("RGB", (4, 4), (number, len(name), len(domain))).save(folder / f"{number}.png")
+    code = (
+        "from pathlib import Path; from fedprompt.config import DataConfig, PartitionConfig\n"
+        "from fedprompt.data.partition import make_manifest; from fedprompt.data.sources import open_source\n"
+        f"data = DataConfig(source={str(tmp_path / 'set')!r}, test_fraction=0.5)\n"
+        f"partition = PartitionConfig(scheme={scheme!r}, clients=2, shots=2, alpha=5.0, max_tries=1000)\n"
+        f"source = open_source(data, Path({str(tmp_path / 'cache')!r}))\n"
+        "print(source.class_names, make_manifest(source, data, partition, 0).to_json())\n"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("('Bee', 'ant', 'cat', 'dog', 'zebra')")
+
+
+def test_every_label_is_that_of_the_folder_its_image_came_from(tmp_path):
+    shades = {"zebra": 10, "ant": 90, "cat": 170}
+    for name, shade in shades.items():
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (4, 4), (shade, number, 0)).save(tmp_path / "set" / name / f"{number}.png")
+    data = DataConfig(source=str(tmp_path / "set"))
+    source = open_source(data, tmp_path / "cache")
+    manifest = make_manifest(source, data, PartitionConfig(scheme="disjoint", clients=3), seed=0)
+    for client in manifest.clients:
+        held = {source.class_names[label] for label in source.labels[client.train]}
+        assert held == {source.class_names[label] for label in source.labels[client.test]}
+        for index in (*client.train, *client.test):
+            shade = source.image(int(index)).getpixel((0, 0))[0]
+            assert shades[source.class_names[source.labels[index]]] == shade
 
 
 def test_shots_change_with_the_seed():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedprompt import registry
-from fedprompt.config import Config
+from fedprompt.config import Config, DataConfig, PartitionConfig, parse
+from fedprompt.data.partition import make_manifest
+from fedprompt.data.tiny import TinySource
 from fedprompt.errors import ConfigError
 from fedprompt.evaluation import protocols
 from fedprompt.evaluation.protocols import Axis
@@ -139,6 +142,75 @@ def test_new_clients_are_held_out_and_the_name_says_so(written: Written) -> None
 def test_a_share_holds_out_some_but_not_all(written: Written, share: float) -> None:
     with pytest.raises(ConfigError, match="--share must be greater than 0 and less than 1, got"):
         protocols.new_clients(written(), share=share)
+
+
+def test_base_to_novel_keeps_a_share_of_the_classes_and_the_name_says_so(written: Written) -> None:
+    made = protocols.base_to_novel(written("sweep: {method: [promptfl, coop]}"), ["data.novel=0.1"], share=0.25)
+    assert names(made) == ["x-base-to-novel-promptfl-seed0", "x-base-to-novel-coop-seed0"]
+    assert [config.data.novel for config in made] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 2.0, float("nan")])
+def test_a_share_keeps_some_but_not_all_classes(written: Written, share: float) -> None:
+    with pytest.raises(ConfigError, match="--share must be greater than 0 and less than 1, got"):
+        protocols.base_to_novel(written(), share=share)
+
+
+def test_a_comeback_is_every_run_with_and_without_the_absence(written: Written) -> None:
+    path = written("{federation: {rounds: 10, evaluate_every: 5}, partition: {clients: 12}}")
+    series = protocols.comeback(path, seeds=[0, 1], client="3", missed=5)
+    assert (series.client, series.away) == ("client_03", (3, 7))
+    assert names(series.configs) == [
+        f"x-comeback-{how}-fedvpt-seed{seed}" for seed in (0, 1) for how in ("present", "away3to7")
+    ]
+    assert [config.federation.away for config in series.configs] == [{}, {"client_03": (3, 7)}] * 2
+    assert {config.federation.evaluate_every for config in series.configs} == {1}
+    assert series.picture == Path("runs/comeback-x-client_03.png")
+    for config in series.configs:
+        assert parse(config.model_dump(mode="json")).digest() == config.digest()  # as a run file gives it back
+
+
+def test_a_comeback_takes_its_place_from_the_caller(written: Written) -> None:
+    path = written("{federation: {rounds: 10, away: {client_5: [1, 1]}}}")
+    series = protocols.comeback(path, ["federation.evaluate_every=2"], client="client_1", missed=2, first=8)
+    assert series.away == (8, 9)
+    assert series.configs[1].federation.away == {"client_5": (1, 1), "client_1": (8, 9)}
+    assert series.configs[0].federation.evaluate_every == 2
+
+
+def test_the_clients_of_a_manifest_have_its_names(written: Written, tmp_path: Path) -> None:
+    source, data = TinySource(), DataConfig(source="tiny")
+    manifest = make_manifest(source, data, PartitionConfig(scheme="iid", clients=2), 0)
+    clients = tuple(replace(each, name=name) for each, name in zip(manifest.clients, ("ward", "clinic"), strict=True))
+    replace(manifest, clients=clients).save(tmp_path / "m.json")
+    path = written(f"partition: {{scheme: manifest, manifest: {tmp_path / 'm.json'}}}")
+    assert protocols.comeback(path, client="1").client == "clinic"
+    assert protocols.comeback(path, client="ward").client == "ward"
+    with pytest.raises(ConfigError, match=r"--client must be a client \(ward .. clinic\) or a number below 2, got '2'"):
+        protocols.comeback(path, client="2")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"client": "nobody"}, r"--client must be a client \(client_0 .. client_5\) or a number below 6, got 'nobody'"),
+        (
+            {"missed": 0},
+            r"--rounds must be at least 1 and leave a round before and after .*\(10 rounds in all\), got 0",
+        ),
+        ({"missed": 9}, "--rounds must be at least 1 and leave a round before and after"),
+        ({"first": 0}, "--first must be at least 1 and leave a round after the absence of 5, got 0"),
+        ({"first": 6}, "--first must be at least 1 and leave a round after the absence of 5, got 6"),
+    ],
+)
+def test_an_absence_that_is_no_comeback_is_refused(written: Written, given: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        protocols.comeback(written(), **given)
+
+
+def test_one_name_must_fit_all_runs_of_a_comeback(written: Written) -> None:
+    with pytest.raises(ConfigError, match="--client must be one client of all runs, not client_0, client_00, got '0'"):
+        protocols.comeback(written("sweep: {partition.clients: [4, 20]}"), client="0")
 
 
 def test_negative_epochs_are_refused(written: Written) -> None:

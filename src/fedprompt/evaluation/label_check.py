@@ -1,0 +1,120 @@
+"""Are the labels those of the images? Zero-shot accuracy with the right class names, and with names in other places.
+
+    right     share of images x of class y with argmax_c <I(x), T("a photo of a" c)> = y
+    permuted  the same after class c got the name of class s(c), s(c) != c for all c; mean over a few such s
+    blind     sum_c (share of images of class c) * (share of images called c): the same answers dealt out at random
+    chance    1 / C
+
+A loader that mixes up labels, or a text tower that says the same of every class, brings `right` down to the others. The
+check warns where
+
+    right < max(chance, blind, permuted) + 3 * sqrt(m (1 - m) / n),   m = max(chance, blind), n images
+
+and never stops a run: a random backbone is allowed to know nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedprompt.engines.images import ImageBank
+from fedprompt.method import World
+from fedprompt.streams import SERVER, stream
+
+IMAGES = 512  #: test images that are looked at, at most
+PERMUTATIONS = 5
+STANDARD_ERRORS = 3.0
+WORDS = "a photo of a"
+
+LabelCheck = dict[str, Any]  #: plain figures, as the run file keeps them
+
+
+def check_labels(world: World, bank: ImageBank, seed: int) -> LabelCheck | None:
+    """The figures for a federation; None where there is only one class to name."""
+    if world.classes < 2:
+        return None
+    sizes = [len(bank.images(client, "test")) for client in range(world.clients)]
+    features, labels = [], []
+    for client, count in enumerate(evenly(sizes, IMAGES)):
+        if count:
+            images, positions = bank.images(client, "test"), spaced(sizes[client], count)
+            features.append(images.features("image", positions))
+            labels.append(images.labels[positions.to(images.labels.device)])
+    return figures(torch.cat(features), torch.cat(labels), world.text.said(WORDS), seed)
+
+
+def figures(images: Tensor, labels: Tensor, text: Tensor, seed: int) -> LabelCheck:
+    """Of unit vectors of images (n, D) with labels (n,), and of classes (C, D)."""
+    classes, count = len(text), len(labels)
+    called = (images @ text.T).argmax(-1)
+    right = _share(called == labels)
+    generator = stream(seed, 0, SERVER, "label_check")
+    elsewhere = [(images @ text[derangement(classes, generator)].T).argmax(-1) for _ in range(PERMUTATIONS)]
+    permuted = sum(_share(wrong == labels) for wrong in elsewhere) / PERMUTATIONS
+    held, said = (torch.bincount(values, minlength=classes).double() / count for values in (labels, called))
+    blind, chance = float((held * said).sum()), 1 / classes
+    level = max(chance, blind)
+    threshold = max(level, permuted) + STANDARD_ERRORS * (level * (1 - level) / count) ** 0.5
+    return {
+        "images": count,
+        "classes": classes,
+        "right": right,
+        "permuted": permuted,
+        "chance": chance,
+        "blind": blind,
+        "threshold": threshold,
+        "clear": right >= threshold,
+    }
+
+
+def sentence(check: Mapping[str, Any]) -> str:
+    """The check in one line."""
+    share = {name: f"{100 * check[name]:.1f} %" for name in ("right", "permuted", "chance")}
+    return (
+        f"label check: zero-shot {share['right']}, with permuted names {share['permuted']}, chance {share['chance']} "
+        f"({check['images']} test images, {check['classes']} classes)"
+    )
+
+
+def warning(check: Mapping[str, Any]) -> str | None:
+    """What a person should know when the labels do not show in the images."""
+    if check["clear"]:
+        return None
+    return (
+        f"zero-shot accuracy {100 * check['right']:.1f} % is not clearly above guessing and permuted class names (it "
+        f"should reach {100 * check['threshold']:.1f} %): labels or class names may be mixed up, or this backbone does "
+        "not know these classes"
+    )
+
+
+def derangement(count: int, generator: torch.Generator) -> Tensor:
+    """A permutation that moves everyone: a random circle in which each takes the place of the next."""
+    circle = torch.randperm(count, generator=generator)
+    moved = torch.empty_like(circle)
+    moved[circle] = circle.roll(-1)
+    return moved
+
+
+def evenly(sizes: Sequence[int], limit: int) -> list[int]:
+    """How many images of each client: as equal as their sizes allow, `limit` in total at most."""
+    held = np.asarray(sizes)
+    each = max(each for each in range(limit + 1) if np.minimum(held, each).sum() <= limit)
+    counts = np.minimum(held, each)
+    more = np.flatnonzero(held > each)
+    rest = min(limit - int(counts.sum()), len(more))
+    counts[more[spaced(len(more), rest).numpy()]] += 1
+    return [int(count) for count in counts]
+
+
+def spaced(size: int, count: int) -> Tensor:
+    """`count` different positions, spread over 0..size-1."""
+    return torch.arange(count) * size // max(count, 1)
+
+
+def _share(hits: Tensor) -> float:
+    return float(hits.double().mean())

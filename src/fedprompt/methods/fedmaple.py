@@ -1,0 +1,96 @@
+"""FedMaPLe and FedVLP: prompts for the text tower and the image tower, all averaged.
+
+The text context P (m, d_t) stands with every class name; prompts V_j (m, d_v) enter the image tower before each of its
+first J blocks and replace those of the block before. Behind block J they travel on.
+
+    coupling `maple`        V_j = P W_j^T + b_j      MaPLe (Khattak et al., CVPR 2023): made of the text context
+    coupling `independent`  V_j is a prompt itself   IVLP and FedVLP: each tower is prompted on its own
+
+    T_c = g([P, name c]),   I_b = f([image b, V]),   local objective CE(scale * I T^T, y),   plain federated averaging of everything
+
+MaPLe also puts prompts into deeper layers of the *text* tower and couples the vision prompt of layer j to the text
+prompt of layer j. That is left out: our text towers take prompts at their input only, so deep text prompts are not
+inserted, and all J maps read the one context P. At J = 1 the two are the same model. With ViT-B/16, m = 2 and J = 9
+there are 3,546,880 numbers to train and to send; MaPLe has 3,555,072, the difference being its 8 deep text prompts of 2
+x 512.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.errors import ConfigError, broken
+from fedprompt.method import Batch, Prompts, World
+from fedprompt.methods.promptfl import PromptFL
+from fedprompt.prompts.contexts import random_context
+from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.registry import register
+from fedprompt.roles import Roles, Tensors
+
+MAPLE_DEPTH = 9
+
+
+@register("fedmaple")
+@dataclass(frozen=True)
+class FedMaPLe(PromptFL):
+    """Text and vision prompts averaged over clients. MaPLe begins with `context_words: a photo`."""
+
+    context_tokens: Annotated[int, Field(ge=1)] = 2  #: m, learnable words of a context
+    coupling: Literal["maple", "independent"] = (
+        "maple"  #: vision prompts are linear maps of the text context, or prompts of their own
+    )
+    vision_tokens: Annotated[int, Field(ge=0)] | None = (
+        None  #: for each prompted block; null for as many as the context has, which is all that coupling maple allows
+    )
+    vision_depth: Annotated[int, Field(ge=1)] | None = (
+        None  #: J, blocks that get vision prompts of their own; null for MaPLe's nine, or all of a tower with fewer
+    )
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        super().check(world, train)
+        world.check_depth("method.vision_depth", self.vision_depth)
+        if self.coupling == "independent":
+            return
+        if self.class_specific:
+            raise ConfigError(broken("method.class_specific", "be false with coupling maple", self.class_specific))
+        if self.vision_tokens not in (None, self._context_length(world)):
+            rule = f"be the {self._context_length(world)} of the context, or null, with coupling maple"
+            raise ConfigError(broken("method.vision_tokens", rule, self.vision_tokens))
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        shared = super().init(world, generator).shared
+        depth = self.vision_depth or min(MAPLE_DEPTH, world.blocks)
+        if self.coupling == "maple":
+            shared |= _new_maps(depth, world.text.width, world.width, generator)
+        else:
+            tokens = self._context_length(world) if self.vision_tokens is None else self.vision_tokens
+            shared |= {"vision": random_context(tokens, world.width, generator, depth)} if tokens else {}
+        return Roles(shared=world.placed(shared))
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        text = super().prompts(world, params, batch, noise).text
+        if self.coupling == "independent" and self.vision_tokens == 0:
+            return Prompts(text=text)
+        vision = self._coupled(params) if self.coupling == "maple" else params["vision"]
+        return Prompts(text=text, vision=(VisionPrompt(vision, tuple(range(len(vision)))),))
+
+    def _coupled(self, params: Tensors) -> Tensor:
+        """V (J, m, d_v)."""
+        mapped = torch.einsum("jvt,mt->jmv", params["coupling.weight"], params["context"])
+        return mapped + params["coupling.bias"].unsqueeze(1)
+
+    def _context_length(self, world: World) -> int:
+        return len(world.text.words(self.context_words)) if self.context_words else self.context_tokens
+
+
+def _new_maps(depth: int, text_width: int, width: int, generator: torch.Generator) -> Tensors:
+    """J linear maps from the text tower's width to the image tower's, at torch's usual start: uniform in ±1 / sqrt(d_t)."""
+    sizes = {"coupling.weight": (depth, width, text_width), "coupling.bias": (depth, width)}
+    draws = {name: torch.rand(size, generator=generator) for name, size in sizes.items()}
+    return {name: (2 * draw - 1) / text_width**0.5 for name, draw in draws.items()}

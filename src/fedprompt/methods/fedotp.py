@@ -1,0 +1,54 @@
+"""FedOTP (Li et al., CVPR 2024): the patches of an image are carried to a global and a local context by optimal transport.
+
+For image b and class c, with unit vectors F_m of the M patches and T_n,c of the class in the N = 2 contexts:
+
+    S[m, n] = <F_m, T_n,c>,   T* = plan of the costs 1 - S (`fedprompt.prompts.transport`),   logits[b, c] = scale * sum_mn T*[m, n] S[m, n]
+
+Each context takes the mass gamma / 2 exactly, each patch gives 1 / M at most: with gamma < 1 patches that fit neither are left out, and
+logits are at most gamma * scale. The plan carries no gradient. The global context is averaged, the local one stays.
+
+The authors' code iterates with the kernel itself, in half precision, and ends in NaN where that underflows; it stops when a batch has
+converged on average. Ours works with logarithms, and for a fixed number of iterations. Nor does every client train in its first round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.method import Batch, Seen, World
+from fedprompt.methods.with_own import WithOwnContext
+from fedprompt.prompts.transport import transport_plan
+from fedprompt.registry import register
+from fedprompt.roles import Tensors
+
+
+@register("fedotp")
+@dataclass(frozen=True)
+class FedOTP(WithOwnContext):
+    """A global and a local context that share the patches among them."""
+
+    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = (
+        0.1  #: weight of the plan's entropy; the smaller, the sharper
+    )
+    mass: Annotated[float, Field(gt=0, le=1)] = 0.8  #: gamma, how much of the patches is carried
+    balanced: bool = False  #: every patch is carried as a whole; `mass` then does not count
+    iterations: Annotated[int, Field(ge=1)] = 100  #: of Sinkhorn's algorithm, for every image and class
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("image_patches",)
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        contexts = torch.stack([seen.text["context"], seen.text["local_context"]])  # (N, C, D)
+        return self.transported(world.text.scale, seen.image_patches, contexts)
+
+    def transported(self, scale: float, patches: Tensor, contexts: Tensor) -> Tensor:
+        """Logits (B, C) of patches (B, M, D) and classes (N, C, D)."""
+        similarities = torch.einsum("bmd,ncd->bcmn", patches, contexts)
+        plan = transport_plan(similarities, self.epsilon, self.mass, self.iterations, self.balanced)
+        return scale * (plan * similarities).sum((-2, -1))

@@ -1,0 +1,73 @@
+"""FedTPG (Qiu et al., ICLR 2024): a network, the same for all clients, makes a client's context of its class names.
+
+    N_c = g("a photo of a" c),   P = generator({N_c : c one of the client's classes}),   logits = scale * I g([P, name c])^T
+
+The generator (`fedprompt.prompts.generator`) is all that is trained; the whole of it is averaged. It sees names, not images, so it can be
+asked for a context for classes that nobody trained on. Clients differ by the classes they hold; logits run over all classes all the same.
+
+A client's classes are those of its training images. One that has none, or whose images are of other classes than the names it is asked
+about, takes all names. The generator works in the width d of the text tower, and only its keys and values read the shared space's D
+dimensions; both are 512 for CLIP ViT-B/16. Deep text prompts and the optional self-attention of the authors' code are left out, as in
+their experiments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.errors import ConfigError, broken
+from fedprompt.method import Batch, Client, Prompts, Seen, World
+from fedprompt.methods.with_text import WithText, similarity
+from fedprompt.prompts.generator import generate, initial_generator
+from fedprompt.registry import register
+from fedprompt.roles import Roles, Tensors, prefixed, stripped
+
+GENERATOR = "generator."
+NAMES, KNOWN = "names", "known"  #: features of all class names (C, D), and which of them are the client's (C,)
+
+
+@register("fedtpg")
+@dataclass(frozen=True)
+class FedTPG(WithText):
+    """A shared network that turns class names into a context."""
+
+    context_tokens: Annotated[int, Field(ge=1)] = 4  #: m, words of a context that the generator makes
+    heads: Annotated[int, Field(ge=1)] = 4  #: of the generator's attention
+    names: Literal["own", "all"] = "own"  #: which names it is given: those of the client's classes, or all
+    name_words: str = "a photo of a"  #: before the class names that the generator is given
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        super().check(world, train)
+        if self.class_specific:
+            raise ConfigError(
+                broken("method.class_specific", "be false: the generator makes one context", self.class_specific)
+            )
+        if world.text.width % self.heads:
+            raise ConfigError(broken("method.heads", f"divide the text tower's width {world.text.width}", self.heads))
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        made = initial_generator(self.new_context(world, generator), world.text.features, generator)
+        return Roles(shared=prefixed(GENERATOR, world.placed(made)))
+
+    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        given = {NAMES: world.text.said(self.name_words), KNOWN: self._known(world, client)}
+        return {**super().begin(world, client, received, local), **given}
+
+    def _known(self, world: World, client: Client) -> Tensor:
+        held = client.class_counts > 0
+        if self.names == "all" or len(held) != world.classes or not held.any():
+            held = torch.ones(world.classes)
+        return held.to(world.device, world.dtype)
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        context = generate(stripped(GENERATOR, params), params[NAMES], params[KNOWN], self.heads)
+        return Prompts(text={"context": self.as_context(context)})
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return similarity(world, seen.image, seen.text["context"])

@@ -1,0 +1,213 @@
+"""pFedDC (arXiv 2506.21144): global and local prompts for both towers, fused by cross-attention; only the global prompts
+are shared.
+
+For each modality, text and vision, client k has a global prompt G, a local prompt L_k and a cross-attention A_k, all
+trained together:
+
+    F_text   = L_text + A_text(L_text, G_text)           (m_t, d_t)      T_c = g([F_text, name c])
+    F_vision = L_vision + A_vision(L_vision, G_vision)   (J, m_v, d_v)   I_b = f([image b, F_vision])
+    local objective CE(scale * I T^T, y),   G <- sum_k p_k G_k for both modalities,   p_k = n_k / sum of the cohort's n
+
+A is a pre-norm multi-head attention whose output map starts at zero (`prompts/fusion.py` has the formulas, the other
+directions and the kinds without attention). So before the first step F = L: the model is one with local prompts alone.
+For the same reason only local prompts and output maps have a gradient at the first step; global prompts and the other
+maps follow at the second.
+
+The fused prompt does not depend on the image. (A summary of the paper says that the fusion decides for each instance,
+but both of its inputs are prompts.) It is computed once per step, and the text tower runs once per evaluation.
+
+Vision prompts stand behind the image's tokens, have no position, and enter before CLIP's `ln_pre`. With `vision_depth`
+J > 1 each of the first J blocks has prompts of its own that replace those of the block before; one A_vision serves all
+of them. Without vision prompts the image tower never runs again after the first pass.
+
+A client that never trained predicts with the global prompts alone, since its own are still noise; so does everybody
+where `federation.evaluate_at` is `global`. A held-out client begins its fitting from an untrained local prompt and
+attention, as a client does in its first round.
+
+Of the paper, text and vision prompts, cross-attention fusion, what is shared, SGD and the frozen CLIP ViT-B/16 are
+known to us. Lengths, heads, direction, insertion and start are not: they are our choice, and settings. There is no
+public code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.errors import ConfigError, broken
+from fedprompt.method import Batch, Client, Progress, Prompts, Seen, Stage, World
+from fedprompt.methods.with_text import WithText, similarity
+from fedprompt.prompts.contexts import random_context
+from fedprompt.prompts.fusion import (
+    Direction,
+    Fused,
+    Kind,
+    describe_attention,
+    fuse_by_attention,
+    fuse_plainly,
+    needs_equal_lengths,
+    new_attention,
+    part,
+)
+from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.registry import register
+from fedprompt.roles import Roles, Tensors, prefixed, stripped
+
+TRAINED = "trained"  #: 1 once the client has taken part
+
+
+@register("pfeddc")
+@dataclass(frozen=True)
+class PFedDC(WithText):
+    """Dual prompts with cross fusion. `context_tokens` is the length of the global text prompt."""
+
+    local_tokens: Annotated[int, Field(ge=1)] | None = (
+        None  #: of the local text prompt, which is then drawn at random; null for as many as the global one has
+    )
+    vision_tokens: Annotated[int, Field(ge=0)] = 4  #: of the global vision prompt, for each prompted block; 0 for none
+    local_vision_tokens: Annotated[int, Field(ge=1)] | None = (
+        None  #: of the local vision prompt; null for as many as the global one has
+    )
+    vision_depth: Annotated[int, Field(ge=1)] | None = (
+        1  #: blocks that get vision prompts of their own, counted from the first; null for all
+    )
+    fusion: Kind = "attention"  #: how global and local prompt become one: attention, mean, sum, concat
+    direction: Direction = (
+        "local_queries"  #: of the attention: local_queries, global_queries, bidirectional, concat_keys
+    )
+    heads: Annotated[int, Field(ge=1)] = 8  #: of each attention
+    share_attention: bool = False  #: average the attentions too, instead of leaving them to the clients
+    use_vision: bool = True  #: false for text prompts alone
+    use_local: bool = True  #: false for global prompts alone
+    use_global: bool = True  #: false for local prompts alone, with nothing shared
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        return ("text", "vision") if self.use_vision and self.vision_tokens else ("text",)
+
+    @property
+    def fuses(self) -> bool:
+        return self.use_local and self.use_global
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        super().check(world, train)
+        world.check_depth("method.vision_depth", self.vision_depth)
+        if not (self.use_local or self.use_global):
+            raise ConfigError(broken("method.use_local or method.use_global", "be true", False))
+        if not self.fuses:
+            return
+        for modality in self.modalities:
+            if self.fusion == "attention" and _width(modality, world) % self.heads:
+                rule = f"divide the width {_width(modality, world)} of the {modality} tower"
+                raise ConfigError(broken("method.heads", rule, self.heads))
+        if needs_equal_lengths(self.fusion, self.direction):
+            self._check_lengths(world)
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        shared: Tensors = {}
+        local: Tensors = {}
+        for modality in self.modalities:
+            if self.use_local:
+                local[f"local_{modality}"] = self._new_local(modality, world, generator)
+            if self.use_global:
+                shared[f"global_{modality}"] = self._new_global(modality, world, generator)
+        if self.fuses:
+            local[TRAINED] = torch.zeros(())
+        if self.fuses and self.fusion == "attention":
+            for modality in self.modalities:
+                drawn = new_attention(_width(modality, world), generator)
+                (shared if self.share_attention else local).update(prefixed(f"fusion.{modality}.", drawn))
+        return Roles(world.placed(shared), world.placed(local))
+
+    def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        held_out = client.index in world.newcomers
+        if TRAINED in local and not local[TRAINED] and not held_out:
+            return received
+        return {**received, **local}
+
+    def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        names = tuple(name for name in (*world.roles.shared, *world.roles.local) if name != TRAINED)
+        return (Stage(self, names, train.epochs),)
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        text = self.as_context(self.fused("text", params))
+        if "vision" not in self.modalities:
+            return Prompts(text={"context": text})
+        vision = self.fused("vision", params)
+        return Prompts(text={"context": text}, vision=(VisionPrompt(vision, tuple(range(len(vision)))),))
+
+    def fused(self, modality: str, params: Tensors) -> Tensor:
+        """The prompt that goes into the tower: the global and the local one fused, or whichever of them there is."""
+        if not self._has_both(modality, params):
+            return next(params[name] for name in (f"local_{modality}", f"global_{modality}") if name in params)
+        if self.fusion == "attention":
+            return self._attention(modality, params).tokens
+        return fuse_plainly(self.fusion, params[f"global_{modality}"], params[f"local_{modality}"])
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return similarity(world, seen.image, seen.text["context"])
+
+    def finish(
+        self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress
+    ) -> tuple[Tensors, Tensors]:
+        upload, local = super().finish(world, client, received, params, progress)
+        if TRAINED in local:
+            local[TRAINED] = torch.ones_like(local[TRAINED])
+        return upload, local
+
+    def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
+        """By modality, how much of the fused prompt is global, and whether its attention has collapsed; see `prompts/fusion.py`.
+
+        Without attention there is `global_share` alone: |G| / (|G| + |L|).
+        """
+        found: Tensors = {}
+        for modality in self.modalities:
+            if not self._has_both(modality, params):
+                continue
+            both = params[f"global_{modality}"], params[f"local_{modality}"]
+            if self.fusion == "attention":
+                numbers = describe_attention(self.direction, self._attention(modality, params), *both)
+            else:
+                numbers = {"global_share": part(*both)}
+            found |= prefixed(f"{modality}.", numbers)
+        return found
+
+    def _has_both(self, modality: str, params: Tensors) -> bool:
+        return f"global_{modality}" in params and f"local_{modality}" in params
+
+    def _attention(self, modality: str, params: Tensors) -> Fused:
+        both = params[f"global_{modality}"], params[f"local_{modality}"]
+        return fuse_by_attention(self.direction, stripped(f"fusion.{modality}.", params), *both, self.heads)
+
+    def _new_global(self, modality: str, world: World, generator: torch.Generator) -> Tensor:
+        if modality == "text":
+            return self.new_context(world, generator)
+        return random_context(self.vision_tokens, world.width, generator, self.vision_depth or world.blocks)
+
+    def _new_local(self, modality: str, world: World, generator: torch.Generator) -> Tensor:
+        if modality == "text" and self.local_tokens is not None:
+            classes = world.classes if self.class_specific else None
+            return random_context(self.local_tokens, world.text.width, generator, classes)
+        if modality == "vision" and self.local_vision_tokens is not None:
+            return random_context(self.local_vision_tokens, world.width, generator, self.vision_depth or world.blocks)
+        return self._new_global(modality, world, generator)
+
+    def _check_lengths(self, world: World) -> None:
+        words = len(world.text.words(self.context_words)) if self.context_words else self.context_tokens
+        lengths = {"local_tokens": (words, self.local_tokens)}
+        if "vision" in self.modalities:
+            lengths["local_vision_tokens"] = (self.vision_tokens, self.local_vision_tokens)
+        how = self.fusion if self.fusion != "attention" else self.direction
+        for name, (tokens, local_tokens) in lengths.items():
+            if local_tokens not in (None, tokens):
+                rule = f"be the {tokens} of the global prompt, or null, where tokens are added ({how})"
+                raise ConfigError(broken(f"method.{name}", rule, local_tokens))
+
+
+def _width(modality: str, world: World) -> int:
+    return world.text.width if modality == "text" else world.width

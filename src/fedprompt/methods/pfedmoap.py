@@ -1,0 +1,217 @@
+"""pFedMoAP (Luo et al., ICLR 2025, arXiv 2410.10114): prompts of other clients as experts beside one's own, weighed by a local gate.
+
+The server keeps the average context P_g and a pool: the context that every client uploaded last. In a round client i
+
+1. starts from P_i = P_g;
+2. gets the K contexts of the pool nearest to *its own* pool entry, itself left out, of the pool as it was before the round.
+   Their text features T_e, e = 1..K, are computed once; T_0 are those of P_i;
+3. trains P_i and its gate together by cross-entropy on
+
+       logits = scale * pool(I) . M(I, T_0..T_K)  +  lambda * scale * I . T_0
+
+   with M the gate's mixture of experts (see `prompts/gates.py`). The weight lambda is on the *local* expert;
+4. uploads P_i, which is averaged into P_g and replaces its entry of the pool. The gate stays.
+
+A client without a pool entry has no neighbours: it trains P_i by the local logits alone, as in CoOp, and its gate rests (not even
+weight decay moves it). It predicts with the context it trained last, its gate, and the nearest contexts of the current pool; a
+client that never took part predicts with P_g. The paper does not say what a gate does that was never trained, as after a
+client's first round: it is random, so here the client predicts by the local logits until it has trained its gate once. A client
+that was held out has no pool entry either: it tunes P_g by the local logits, as in any first participation.
+
+The linear gate is known to us by name only ("linear projection"). Ours maps the pooled image to one weight per expert, and mixes
+text features at full width; expert e is the e-th nearest. With `gate_sharing: aggregated` the gate is averaged with the context.
+
+Where the public code differs from the paper we follow the paper: it never calls its nearest-neighbour selection, which could return
+the client itself; experts come from a pool that changes while the clients of a round train; gates and experts leak from one
+client to the next; momentum and schedule are shared by all clients; clients that never took part cannot be evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.errors import ConfigError, broken
+from fedprompt.method import Batch, Client, Combine, Progress, Seen, Server, Stage, Upload, World
+from fedprompt.methods.promptfl import PromptFL
+from fedprompt.methods.with_text import similarity
+from fedprompt.prompts import gates
+from fedprompt.prompts.neighbours import drawn, nearest
+from fedprompt.registry import register
+from fedprompt.roles import Roles, Tensors, pick, prefixed, stripped
+from fedprompt.streams import stream
+
+GATE = "gate."
+POOL = "pool."
+SELECTION_SEED = "selection_seed"
+
+
+@register("pfedmoap")
+@dataclass(frozen=True)
+class PFedMoAP(PromptFL):
+    """Contexts of the nearest clients as experts, mixed by a gate that never leaves its client."""
+
+    symbols: ClassVar[Mapping[str, str]] = {"lambda": "local_weight"}
+
+    experts: Annotated[int, Field(ge=1)] = 10  #: K + 1, the client's own included; fewer while the pool is small
+    local_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
+        0.5  #: lambda, of the local logits; 0 = mixture only
+    )
+    gate: Literal["attention", "linear"] = "attention"  #: what weighs the experts
+    gate_width: Annotated[int, Field(ge=1)] = 128  #: w, dimensions after pooling; must divide those of the features
+    heads: Annotated[int, Field(ge=1)] = 8  #: h, of the attention
+    scaling: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  #: factor on q . k, in place of 1/sqrt(w/h)
+    pooling: gates.Pooling = "stride"  #: every (D/w)-th number of a feature, or means of D/w numbers
+    selection: Literal["nearest", "random"] = "nearest"  #: which contexts of the pool a client gets
+    gate_sharing: Literal["local", "aggregated"] = "local"  #: keep the gate, or average it with the context
+    gate_when_alone: bool = False  #: use the gate even where the client's own expert is the only one
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        super().check(world, train)
+        if world.text.features % self.gate_width:
+            rule = f"divide the {world.text.features} dimensions of the features"
+            raise ConfigError(broken("method.gate_width", rule, self.gate_width))
+        if self.gate == "attention" and self.gate_width % self.heads:
+            raise ConfigError(broken("method.heads", f"divide method.gate_width {self.gate_width}", self.heads))
+
+    def others(self, world: World) -> int:
+        """K, the most experts besides its own that a client can get."""
+        return min(self.experts, world.clients - len(world.newcomers)) - 1
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        context = self.new_context(world, generator)
+        gate = world.placed(prefixed(GATE, self._new_gate(world, generator)))
+        never = torch.zeros((), dtype=world.dtype, device=world.device)
+        own = {"last_context": context.clone(), "took_part": never, "gate_trained": never.clone()}
+        server = {SELECTION_SEED: torch.randint(2**62, (), generator=generator)} if self.selection == "random" else {}
+        if self.gate_sharing == "aggregated":
+            return Roles(shared={"context": context, **gate}, local=own, server=server)
+        return Roles(shared={"context": context}, local={**own, **gate}, server=server)
+
+    def _new_gate(self, world: World, generator: torch.Generator) -> Tensors:
+        if self.gate == "linear":
+            return gates.linear_start(1 + self.others(world), self.gate_width, "linear", generator)
+        return gates.attention_start(self.gate_width, generator)
+
+    def download(self, world: World, server: Server, client: int) -> Tensors:
+        """The shared tensors and the contexts (k, m, d) of the chosen clients, none for a client without a pool entry."""
+        pool = {int(number): context for number, context in stripped(POOL, server.own).items()}
+        own = pool.pop(client, None)
+        chosen = [] if own is None else self._chosen(world, server, client, own, pool)
+        context = server.shared["context"]
+        experts = torch.stack([pool[each] for each in chosen]) if chosen else context.new_empty(0, *context.shape)
+        return {**server.shared, "experts": experts}
+
+    def _chosen(self, world: World, server: Server, client: int, own: Tensor, pool: Mapping[int, Tensor]) -> list[int]:
+        """Random choices depend on the run's seed, the round and the client, and on nothing that happened before."""
+        if self.selection == "nearest":
+            return nearest(own, pool, self.others(world))
+        generator = stream(int(server.own[SELECTION_SEED]), server.round, client, "experts")
+        return drawn(pool, self.others(world), generator)
+
+    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        params = {**received, **local}
+        experts = self._ready_experts(world, params.pop("experts"))
+        return {**params, **experts}
+
+    def _ready_experts(self, world: World, contexts: Tensor) -> Tensors:
+        """Text features of the received contexts, filled up with unknown ones so that they look alike on all clients."""
+        found, most = len(contexts), self.others(world)
+        features = contexts.new_zeros(0, world.classes, world.text.features)
+        if found:
+            with torch.no_grad():
+                features = world.text.encode(contexts, self.class_position)
+        known = features.new_ones(found)
+        return {
+            "expert_features": F.pad(features, (0, 0, 0, 0, 0, most - found)),  # (K, C, D)
+            "expert_known": F.pad(known, (0, most - found)),  # (K,)
+            "gated": features.new_tensor(float(found > 0 or self.gate_when_alone)),
+        }
+
+    def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        trained = local["gate_trained"]
+        experts = received["experts"] if trained > 0 else received["experts"][:0]
+        params = self.begin(world, client, {**received, "experts": experts}, local)
+        context = torch.where(local["took_part"] > 0, local["last_context"], received["context"])
+        return {**params, "context": context, "gated": params["gated"] * trained}
+
+    def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        return (Stage(self, ("context", *self._gate_names(world)), train.epochs),)
+
+    def _gate_names(self, world: World) -> tuple[str, ...]:
+        return tuple(name for name in (*world.roles.shared, *world.roles.local) if name.startswith(GATE))
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        plain = similarity(world, seen.image, seen.text["context"])
+        text, weights = self.experts_and_weights(params, seen)
+        if self.gate == "linear":
+            scores = gates.linear_scores(weights, seen.image, text)
+        else:
+            scores = gates.attention_scores(
+                stripped(GATE, params), weights, self._pooled(seen.image), self._pooled(text)
+            )
+        mixed = world.text.scale * scores + self.local_weight * plain
+        return torch.where(params["gated"] > 0, mixed, plain)
+
+    def experts_and_weights(self, params: Tensors, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Text features (1 + K, C, D), the local ones first, and the gate's weights (B, C, h, 1 + K), or (B, 1 + K) of a linear gate."""
+        text = torch.cat([seen.text["context"].unsqueeze(0), params["expert_features"]])
+        gate, image, known = stripped(GATE, params), self._pooled(seen.image), all_known(params)
+        if self.gate == "linear":
+            return text, gates.linear_weights(gate, image, known)
+        return text, gates.attention_weights(gate, image, self._pooled(text), known, self.heads, self.scaling)
+
+    def _pooled(self, features: Tensor) -> Tensor:
+        return gates.pooled(features, self.gate_width, self.pooling)
+
+    def after_step(self, world: World, params: Tensors, before: Tensors, step: int) -> Tensors:
+        """A gate that is not used rests: weight decay would move it without a gradient."""
+        used = before["gated"] > 0
+        resting = {
+            name: torch.where(used, tensor, before[name]) for name, tensor in params.items() if name.startswith(GATE)
+        }
+        return {**params, **resting}
+
+    def finish(
+        self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress
+    ) -> tuple[Tensors, Tensors]:
+        kept = {
+            **pick(params, world.roles.local),
+            "last_context": params["context"],
+            "took_part": torch.ones_like(params["took_part"]),
+            "gate_trained": torch.maximum(params["gate_trained"], params["gated"]),
+        }
+        return pick(params, world.roles.shared), kept
+
+    def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
+        pool = {f"{POOL}{upload.client}": upload.tensors["context"] for upload in uploads}
+        averaged = super().aggregate(world, server, uploads, combine)
+        return replace(averaged, own={**server.own, **pool})
+
+    def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
+        """A first participation: the received context by the local logits."""
+        return (Stage(self, ("context",), epochs, "newcomer.local"),)
+
+    def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
+        """Where the gate looks, of clients that use one: the weight of the local expert, the mean weight of another, and the entropy."""
+        if not params["gated"] > 0:
+            return {}
+        _, weights = self.experts_and_weights(params, seen)
+        known = all_known(params)
+        local = weights[..., 0].mean()
+        found = {"gate.weight_local": local, "gate.entropy": gates.entropy(weights, known)}
+        if known.sum() > 1:
+            found["gate.weight_other"] = (1 - local) / (known.sum() - 1)
+        return found
+
+
+def all_known(params: Tensors) -> Tensor:
+    """Which of the 1 + K experts are there: the local one always."""
+    return F.pad(params["expert_known"], (1, 0), value=1.0)

@@ -1,0 +1,69 @@
+"""PromptFL with FedPer's split (Arivazhagan et al., 2019) inside the context: its first words are averaged, the others are a client's own.
+
+    P_k = [G ; L_k],   G the first `shared_tokens` words,   G <- sum_k p_k G_k,   L_k never leaves client k
+
+Both parts are trained together. With `alternate` the split is FedRep's (Collins et al., 2021): first L_k with G as received, then G with
+the new L_k. The whole context is drawn at once and then cut, so `shared_tokens` = m is PromptFL and 0 is CoOp, to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.errors import ConfigError, broken
+from fedprompt.method import Batch, Prompts, Stage, World
+from fedprompt.methods.promptfl import PromptFL
+from fedprompt.registry import register
+from fedprompt.roles import Roles, Tensors
+
+SHARED, OWN = "shared.context", "own.context"
+
+
+@register("promptfl_per")
+@dataclass(frozen=True)
+class PromptFLPer(PromptFL):
+    """A text context whose first half is averaged."""
+
+    shared_tokens: Annotated[int, Field(ge=0)] | None = (
+        None  #: first words of the context that are averaged; null for half
+    )
+    alternate: bool = False  #: own words first, then the shared ones, instead of all together
+    own_epochs: Annotated[int, Field(ge=0)] | None = None  #: of the own words when alternating; null for train.epochs
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        super().check(world, train)
+        tokens = self.tokens(world)
+        if self.shared_tokens is not None and self.shared_tokens > tokens:
+            rule = f"be at most the {tokens} tokens of the context"
+            raise ConfigError(broken("method.shared_tokens", rule, self.shared_tokens))
+        if self.own_epochs is not None and not self.alternate:
+            raise ConfigError(broken("method.own_epochs", "be null unless method.alternate is true", self.own_epochs))
+
+    def tokens(self, world: World) -> int:
+        """m, of the whole context."""
+        return len(world.text.words(self.context_words)) if self.context_words else self.context_tokens
+
+    def init(self, world: World, generator: torch.Generator) -> Roles:
+        context = self.new_context(world, generator)
+        cut = self.tokens(world) // 2 if self.shared_tokens is None else self.shared_tokens
+        return Roles(shared={SHARED: context[..., :cut, :].clone()}, local={OWN: context[..., cut:, :].clone()})
+
+    def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        if not self.alternate:
+            return super().stages(world, train)
+        own_epochs = train.epochs if self.own_epochs is None else self.own_epochs
+        return (Stage(self, (OWN,), own_epochs, "own"), Stage(self, (SHARED,), train.epochs))
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        return super().prompts(world, {"context": whole(params)}, batch, noise)
+
+
+def whole(params: Tensors) -> Tensor:
+    """The context (m, d) or (C, m, d) of both parts."""
+    return torch.cat([params[SHARED], params[OWN]], dim=-2)

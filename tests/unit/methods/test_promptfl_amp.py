@@ -1,0 +1,202 @@
+"""PromptFL with FedAMP: the weights, the cloud's contexts, and whole rounds against a naive loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from support import local_tensors, server_tensors, shared_tensors
+from text_methods import gradient, noise_like, run_on_clip, runtime_of, working_parameters
+from torch import Tensor
+
+from fedprompt import registry
+from fedprompt.errors import ConfigError
+from fedprompt.federation.aggregate import weighted_mean
+from fedprompt.federation.rounds import sample_cohort
+from fedprompt.method import Server, Upload
+from fedprompt.methods.coop import CoOp
+from fedprompt.methods.promptfl import PromptFL
+from fedprompt.methods.promptfl_amp import OWN, TRAINED, PromptFLAMP, attention, cloud
+
+pytestmark = pytest.mark.unit
+
+EVERYBODY = range(4)
+
+
+def naive_cloud(contexts: dict[int, Tensor], client: int, sigma: float, step: float) -> tuple[Tensor, float]:
+    """u_i and a_i, number by number and in double precision."""
+    mine = contexts[client].double()
+    slopes = {
+        other: math.exp(-float((mine - context.double()).pow(2).sum()) / sigma) / sigma
+        for other, context in contexts.items()
+        if other != client
+    }
+    total = sum(slopes.values())
+    capped = step if step * total <= 1 else 1 / total
+    mixed = (1 - capped * total) * mine
+    for other, slope in slopes.items():
+        mixed = mixed + capped * slope * contexts[other].double()
+    return mixed, capped
+
+
+@hypothesis.given(
+    clients=st.integers(2, 12),
+    spread=st.floats(0, 30),
+    sigma=st.floats(1e-3, 1e4),
+    step=st.floats(1e-3, 1e4),
+    seed=st.integers(0, 1000),
+)
+def test_weights_are_never_negative_and_the_self_weight_stays_between_0_and_1(
+    clients: int, spread: float, sigma: float, step: float, seed: int
+) -> None:
+    contexts = spread * torch.randn(clients, 2, 3, generator=torch.Generator().manual_seed(seed))
+    weights, capped = attention(contexts[0], contexts[1:], sigma, step)
+    assert (weights >= 0).all()
+    assert float(weights.sum()) <= 1 + 1e-5
+    assert 0 < float(capped) <= step * (1 + 1e-6)
+    found, length = cloud(contexts[0], list(contexts[1:]), sigma, step)
+    expected, expected_length = naive_cloud(dict(enumerate(contexts)), 0, sigma, step)
+    assert float(length) == pytest.approx(expected_length, rel=1e-3)
+    torch.testing.assert_close(found.double(), expected, atol=1e-3 * max(spread, 1e-3), rtol=1e-3)
+
+
+def test_weights_fall_with_the_distance_as_the_slope_of_the_attraction() -> None:
+    """A'(x) by the difference quotient of A(x) = 1 - exp(-x / sigma)."""
+    mine, others = torch.zeros(1, 2), torch.tensor([[[0.5, 0.0]], [[1.0, 1.0]], [[3.0, 0.0]]])
+    sigma, step = 2.0, 0.1
+    weights, capped = attention(mine, others, sigma, step)
+    assert float(capped) == pytest.approx(step), "no cap is needed here"
+    for weight, distance in zip(weights.tolist(), (0.25, 2.0, 9.0), strict=True):
+        small = 1e-6
+        slope = (math.exp(-distance / sigma) - math.exp(-(distance + small) / sigma)) / small
+        assert weight == pytest.approx(step * slope, rel=1e-4)
+    assert weights[0] > weights[1] > weights[2] > 0
+
+
+def test_a_step_that_is_too_long_is_cut_to_an_average_of_the_others() -> None:
+    contexts = 0.01 * torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(0))
+    found, capped = cloud(contexts[0], list(contexts[1:]), sigma=1.0, step=1.0)
+    distances = (contexts[1:] - contexts[0]).square().sum((1, 2))
+    expected = torch.einsum("j,jmd->md", (-distances).softmax(0), contexts[1:])
+    torch.testing.assert_close(found, expected)
+    assert float(capped) == pytest.approx(0.25, rel=1e-2)
+
+
+def test_contexts_far_away_and_nobody_there_leave_a_context_as_it_is() -> None:
+    mine = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    for others in ([], [mine + 100, mine - 100]):
+        found, capped = cloud(mine, others, sigma=1.0, step=0.5)
+        assert torch.equal(found, mine)
+        assert float(capped) == 0.5
+
+
+def test_the_gradient_differs_from_that_of_promptfl_by_the_pull_to_the_cloud(settings: Any) -> None:
+    method = PromptFLAMP(context_tokens=4, lam=0.6)
+    runtime, _ = runtime_of(settings, method)
+    params = working_parameters(runtime)
+    change = noise_like(params["context"], 1)
+    params = {**params, "context": params["context"] + change, "step": torch.tensor(0.2)}
+    found = gradient(runtime, method, params, "context")
+    plain = gradient(runtime, PromptFL(context_tokens=4), params, "context")
+    torch.testing.assert_close(found - plain, 0.6 / 0.2 * change, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("step", "is_capped"), [(0.2, False), (20.0, True)])
+def test_three_rounds_are_what_the_rule_says(settings: Any, step: float, is_capped: bool) -> None:
+    """Half of the clients in a round: what each receives, begins with and leaves behind, against a naive pool."""
+    sigma, method = 5.0, PromptFLAMP(context_tokens=4, sigma=5.0, step=step, lam=0.3)
+    changes: dict[str, Any] = {"federation": {"rounds": 3, "fraction": 0.5}}
+    done = run_on_clip(settings, method, "amp", **changes)
+    runtime, world = runtime_of(settings, method, **changes)
+    pool: dict[int, Tensor] = {}
+    mean, mixed = world.roles.shared["context"], 0
+    for round in (1, 2, 3):
+        cohort = sample_cohort(0, round, EVERYBODY, 0.5)
+        trained = {}
+        for client in cohort:
+            anchor, taken = naive_cloud(pool, client, sigma, step) if client in pool else (mean.double(), step)
+            if client in pool and len(pool) > 1:
+                mixed += 1
+                assert (taken < step) == is_capped
+            params = {
+                "context": pool.get(client, mean),
+                "cloud.context": anchor.float(),
+                "step": torch.tensor(taken),
+            }
+            after, _, _ = runtime._run(method.stages(world, runtime.config.train), params, round, client, "")
+            trained[client] = after["context"]
+        pool = {**pool, **trained}
+        sizes = {client: runtime._client(client, round).samples for client in cohort}
+        mean = torch.stack([sizes[client] * trained[client] for client in cohort]).sum(0) / sum(sizes.values())
+    assert mixed, "somebody must come back"
+    found = {int(name.removeprefix("pool.")): context for name, context in server_tensors(done).items()}
+    assert set(found) == set(pool)
+    for client, context in pool.items():
+        torch.testing.assert_close(found[client], context, atol=1e-5, rtol=1e-4)
+        assert torch.equal(local_tensors(done, client)[OWN], found[client])
+        assert local_tensors(done, client)[TRAINED] == 1
+    torch.testing.assert_close(shared_tensors(done)["context"], mean, atol=1e-5, rtol=1e-4)
+
+
+def test_the_pool_gains_newcomers_and_overwrites_the_rest(settings: Any) -> None:
+    method = PromptFLAMP(context_tokens=2)
+    _, world = runtime_of(settings, method)
+    server = Server(world.roles.shared, world.roles.server)
+    assert not server.own
+    contexts = [world.roles.shared["context"] + noise_like(world.roles.shared["context"], seed) for seed in range(3)]
+    server = method.aggregate(world, server, [Upload(2, {"context": contexts[0]}, 1.0)], weighted_mean)
+    uploads = [Upload(0, {"context": contexts[1]}, 0.5), Upload(2, {"context": contexts[2]}, 0.5)]
+    server = method.aggregate(world, server, uploads, weighted_mean)
+    assert set(server.own) == {"pool.0", "pool.2"}
+    assert torch.equal(server.own["pool.2"], contexts[2])
+    torch.testing.assert_close(server.shared["context"], (contexts[1] + contexts[2]) / 2)
+    assert torch.equal(method.download(world, server, 1)["context"], server.shared["context"])
+
+
+@pytest.mark.parametrize("class_specific", [False, True])
+def test_without_attraction_and_with_everybody_in_every_round_it_is_coop(settings: Any, class_specific: bool) -> None:
+    shape: dict[str, Any] = {"context_tokens": 4, "class_specific": class_specific}
+    alone = run_on_clip(settings, CoOp(**shape), "alone")
+    amp = run_on_clip(settings, PromptFLAMP(lam=0.0, **shape), "amp")
+    for client in EVERYBODY:
+        assert torch.equal(local_tensors(alone, client)["context"], local_tensors(amp, client)[OWN])
+    assert alone.client_accuracies() == amp.client_accuracies()
+
+
+def test_attraction_draws_clients_together(settings: Any) -> None:
+    spreads = []
+    for lam in (0.0, 0.5, 2.0):
+        done = run_on_clip(settings, PromptFLAMP(context_tokens=4, lam=lam), f"lam{lam:g}")
+        contexts = torch.stack([local_tensors(done, client)[OWN] for client in EVERYBODY])
+        spreads.append(float((contexts - contexts.mean(0)).norm()))
+    assert spreads[0] > spreads[1] > spreads[2]
+
+
+def test_a_client_predicts_with_its_own_context_once_it_has_one(settings: Any) -> None:
+    method = PromptFLAMP(context_tokens=2)
+    runtime, world = runtime_of(settings, method)
+    who, mean = runtime._client(0, 1), world.roles.shared["context"] + 1
+    received = {"context": mean, "step": torch.tensor(1.0)}
+    new = method.personalise(world, who, received, world.roles.local)
+    assert torch.equal(new["context"], mean)
+    own = {OWN: mean + 1, TRAINED: torch.ones(())}
+    assert torch.equal(method.personalise(world, who, received, own)["context"], mean + 1)
+
+
+def test_a_held_out_client_trains_a_context_near_the_mean(settings: Any) -> None:
+    method = PromptFLAMP(context_tokens=4)
+    runtime, world = runtime_of(settings, method, federation={"held_out": 0.5, "newcomer_epochs": 1})
+    client = min(world.newcomers)
+    before = working_parameters(runtime, client)
+    after, _, _ = runtime._run(runtime._fitting(client), before, 1, client, "adaptation.", fitting=True)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"context"}
+
+
+@pytest.mark.parametrize(("setting", "value"), [("lam", -1), ("sigma", 0), ("step", 0)])
+def test_settings_that_cannot_work_are_refused(setting: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"method\.{setting} must .*, got {value}"):
+        registry.build({"name": "promptfl_amp", setting: value})
