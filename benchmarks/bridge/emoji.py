@@ -121,7 +121,9 @@ def draw(folder: Path, emoji: list[Emoji], seed: int) -> Iterator[tuple[int, str
     """(which emoji, look, picture) for every font, emoji and look, in a fixed order."""
     for number, package in enumerate(PACKAGES):
         with tarfile.open(fetch(package, folder)) as archive:
-            content = {_code(member.name, package): member for member in archive if member.name.endswith(package.suffix)}
+            content = {
+                _code(member.name, package): member for member in archive if member.name.endswith(package.suffix)
+            }
             for index, one in enumerate(emoji):
                 member = content.get(_plain_code(one.code))
                 stream = member and archive.extractfile(member)

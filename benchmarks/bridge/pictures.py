@@ -171,6 +171,4 @@ def clip_projection(cache: Path) -> Tensor:
 
 
 def _joined(parts: list[Features]) -> Features:
-    return Features(
-        *(torch.cat([getattr(part, field) for part in parts]) for field in ("rows", "labels", "looks"))
-    )
+    return Features(*(torch.cat([getattr(part, field) for part in parts]) for field in ("rows", "labels", "looks")))

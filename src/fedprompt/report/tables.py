@@ -266,7 +266,7 @@ def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Spread | None) -> dict[str, float | None] | None:
-    return value and {"mean": value.mean, "std": value.std}
+    return None if value is None else {"mean": value.mean, "std": value.std}
 
 
 def csv(rows: Sequence[Row]) -> str:

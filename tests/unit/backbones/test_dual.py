@@ -287,7 +287,7 @@ def word_pieces(path: Path) -> Path:
     tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.enable_truncation(4)  # as the published one: neither must have an effect
+    tokenizer.enable_truncation(3)  # as the published one has both, and neither may have an effect
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(path))
     return path

@@ -170,6 +170,21 @@ def test_chunks_change_nothing(monkeypatch, kind, position, specific, chunk):
     assert not again  # without gradients nothing is computed again
 
 
+@pytest.mark.parametrize("kind", ["clip", "bert"])
+def test_no_more_tokens_than_a_chunk_go_through_together(monkeypatch, kind):
+    tower, contexts, rows = random_tower(kind), random_contexts(2, 16), []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, *rest: Any, **named: Any) -> Tensor:
+        rows.append(query.shape[0] * query.shape[2])
+        return real(query, *rest, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(text_module, "CHUNK_TOKENS", 100)
+    tower.encode(contexts, tower.names([f"{number:03d}" for number in range(40)]))
+    assert 50 < max(rows) <= 100
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors made under it that are still alive, forward and backward."""
 
