@@ -96,7 +96,7 @@ class Gallery:
         """The test images of a report set."""
         return _joined([self._part(name, "test", ranks) for ranks in self._plan.report[name]])
 
-    def emoji(self, entries: list[emoji.Emoji], seed: int) -> Features:
+    def pictograms(self, entries: list[emoji.Emoji], seed: int) -> Features:
         """The training pictograms, all of them or so many of each."""
         if self._plan.emoji is None:
             return self._kept("emoji", self._drawn(entries, seed, None))

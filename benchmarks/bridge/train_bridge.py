@@ -100,7 +100,7 @@ def _lower(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _pictures(gallery: Gallery, entries: list[emoji.Emoji], classes: int) -> fit.Pictures:
-    photos, drawn = gallery.photos(), gallery.emoji(entries, SEED)
+    photos, drawn = gallery.photos(), gallery.pictograms(entries, SEED)
     looks = torch.cat([torch.full_like(photos.looks, fit.PHOTO), drawn.looks + 1])
     return fit.Pictures(torch.cat([photos.rows, drawn.rows]), torch.cat([photos.labels, drawn.labels + classes]), looks)
 
@@ -220,7 +220,7 @@ def _zero_shot(
     data: Path,
 ) -> dict[str, Any]:
     """Accuracy in percent on the test images of the report sets."""
-    result = {}
+    result: dict[str, dict[str, Any]] = {}
     for name in REPORT_SETS:
         declared = json.loads((data / f"{name}.json").read_text(encoding="utf-8"))
         classes = [label.replace("_", " ") for label in declared["classes"]]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,28 @@ from fedprompt.prompts.contexts import Language, Position
 from fedprompt.prompts.insertion import VisionPrompt
 
 JOINT_READS = ("image", "image_patches")
+REMEMBERED_BYTES = 256 * 2**20  #: of text features, per set of class names
+
+
+class Memory:
+    """Text features by the content of their context; those asked for longest ago are forgotten first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._kept: OrderedDict[tuple[Position, str], Tensor] = OrderedDict()
+        self._capacity, self._bytes = capacity, 0
+
+    def get(self, position: Position, context: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
+        sha = hashlib.sha256()
+        update_digest(sha, {"context": context})
+        key = (position, sha.hexdigest())
+        if key not in self._kept:
+            self._kept[key] = encode(context)
+            self._bytes += self._kept[key].nbytes
+        self._kept.move_to_end(key)
+        found = self._kept[key]
+        while self._bytes > self._capacity and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,11 +119,21 @@ class DualEncoder(ViT):
         return {name: seen[name] for name in wanted}
 
     def language(self, class_names: Sequence[str]) -> Language:
-        """The text side, ready to say these class names."""
+        """The text side, ready to say these class names.
+
+        Contexts that no gradient flows to are encoded one by one and remembered: the clients of a process share their experts.
+        """
         names = self.text.names(class_names)
+        memory = Memory(REMEMBERED_BYTES)
 
         def encode(contexts: Tensor, position: Position) -> Tensor:
-            return self.text.encode(contexts, names, position)
+            if torch.is_grad_enabled():
+                return self.text.encode(contexts, names, position)
+            each = [
+                memory.get(position, context, lambda one: self.text.encode(one.unsqueeze(0), names, position))
+                for context in contexts
+            ]
+            return torch.cat([contexts.new_empty(0, len(class_names), self.features), *each])
 
         return Language(self.text.shape.width, self.features, self.scale, self.text.words, encode)
 

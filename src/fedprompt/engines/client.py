@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -35,23 +35,6 @@ class Reply:
     loss: float | None = None  #: mean training loss; None when nothing was trained
 
 
-class Speech:
-    """Text features of contexts, kept for as long as the same contexts come again: an evaluation runs the text tower once."""
-
-    def __init__(self) -> None:
-        self._said: dict[str, tuple[TextContext, Tensor]] = {}
-
-    def of(self, world: World, contexts: Mapping[str, TextContext]) -> Tensors:
-        found = {name: self._said[name][1] for name, context in contexts.items() if self._is_known(name, context)}
-        new = speak(world, {name: context for name, context in contexts.items() if name not in found})
-        self._said |= {name: (contexts[name], features) for name, features in new.items()}
-        return {**found, **new}
-
-    def _is_known(self, name: str, context: TextContext) -> bool:
-        kept = self._said.get(name)
-        return kept is not None and kept[0].position == context.position and torch.equal(kept[0].tokens, context.tokens)
-
-
 def speak(world: World, contexts: Mapping[str, TextContext]) -> Tensors:
     """The frozen text tower: features (C, D) of every context. Contexts of one shape run together."""
     alike: dict[tuple[torch.Size, Position], list[str]] = {}
@@ -72,12 +55,11 @@ def look(
     positions: Tensor,
     batch: Batch,
     noise: Tensors,
-    speech: Speech | None = None,
 ) -> Seen:
     """The frozen backbone between `prompts` and `logits`. Images without prompts are not run again: cached features are read instead."""
     given = method.prompts(world, params, batch, noise)
     extra = dict(given.extra)
-    text = speak(world, given.text) if speech is None else speech.of(world, given.text)
+    text = speak(world, given.text)
     if given.vision or given.weights or given.pause is not None:
         tokens = images.tokens(positions)
         if given.repeat > 1:
@@ -108,11 +90,10 @@ def step_loss(
     images: Images,
     positions: Tensor,
     noise: Tensors,
-    speech: Speech | None = None,
 ) -> Tensor:
     """One step's loss, from prompts to the number."""
     batch = make_batch(method, images, positions, training=True)
-    seen = look(method, world, params, images, positions, batch, noise, speech)
+    seen = look(method, world, params, images, positions, batch, noise)
     logits = method.logits(world, params, seen, batch, noise)
     return method.loss(world, params, logits, seen, batch, noise)
 
@@ -204,7 +185,8 @@ class ClientRuntime:
     def fitted(self, round: int, client: int, received: Tensors, elsewhere: World | None = None) -> Tensors:
         """The parameters a client predicts with at the configured point, after what it does to fit them to itself.
 
-        `elsewhere` is a world with other classes to predict in: what is fitted is fitted here, and all else begins there.
+        `elsewhere` is a world with other classes to predict in, of which the client has no images: what is fitted is fitted
+        here, and all else begins there.
         """
         who, at = self._client(client, round), self.config.federation.evaluate_at
         local = self._new(who) if at == "global" else self._local(client, who)
@@ -221,18 +203,19 @@ class ClientRuntime:
         if elsewhere is None:
             return params
         own = {name: params[name] for stage in stages for name in stage.trainable}
-        return {**self.method.personalise(elsewhere, who, received, local), **own}
+        there = replace(who, class_counts=torch.zeros(elsewhere.classes, dtype=who.class_counts.dtype))
+        return {**self.method.personalise(elsewhere, there, received, local), **own}
 
     def test(self, round: int, client: int, params: Tensors) -> ClientResult:
         """Count what some parameters get right of a client's test images."""
         images = self.bank.images(client, "test")
         generator = stream(self.config.seed, round, client, "evaluation")
-        draws, numbers, speech = [], Means(), Speech()
+        draws, numbers = [], Means()
         with torch.no_grad():
             for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
                 batch = make_batch(self.method, images, positions, training=False)
                 noise = self._noise(self.method, len(positions), False, generator)
-                seen = look(self.method, self.world, params, images, positions, batch, noise, speech)
+                seen = look(self.method, self.world, params, images, positions, batch, noise)
                 draws.append(self.method.predict(self.world, params, seen, batch, noise))
                 numbers.add(self.method.diagnostics(self.world, params, seen, batch), len(positions))
         probabilities = torch.cat(draws, dim=1)
@@ -312,13 +295,12 @@ class ClientRuntime:
             return {}
         images = self.bank.images(client, "train")
         generator = stream(self.config.seed, round, client, "statistics")
-        speech = Speech()
         totals = {name: torch.zeros(statistic.shape, dtype=torch.float64) for name, statistic in declared.items()}
         with torch.no_grad():
             for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
                 batch = make_batch(self.method, images, positions, training=False)
                 noise = self._noise(self.method, len(positions), False, generator)
-                seen = partial(look, self.method, self.world, params, images, positions, batch, noise, speech)
+                seen = partial(look, self.method, self.world, params, images, positions, batch, noise)
                 part = self.method.statistics(self.world, params, batch, seen)
                 for name in declared:
                     totals[name] += part[name].cpu()
@@ -329,11 +311,11 @@ class ClientRuntime:
 
         def loss(params: Tensors) -> float:
             generator = stream(self.config.seed, round, client, "probe")
-            total, speech = 0.0, Speech()
+            total = 0.0
             with torch.no_grad():
                 for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
                     noise = self._noise(self.method, len(positions), True, generator)
-                    loss = step_loss(self.method, self.world, params, images, positions, noise, speech)
+                    loss = step_loss(self.method, self.world, params, images, positions, noise)
                     total += loss.item() * len(positions)
             return total / len(images)
 
