@@ -21,7 +21,8 @@ from fedprompt.run import Run
 def on_clip(settings: Any, name: str, **changes: Any) -> dict[str, Any]:
     """The tiny experiment on the tiny dual encoder, with short contexts; `name` keeps runs apart."""
     train = {"epochs": 2, **changes.pop("train", {})}
-    values: dict[str, Any] = settings(name=name, backbone={"name": "tiny-clip"}, train=train, **changes)
+    backbone = {"name": "tiny-clip", **changes.pop("backbone", {})}
+    values: dict[str, Any] = settings(name=name, backbone=backbone, train=train, **changes)
     return values
 
 

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 import wordnet
 from pictures import PLANS, Gallery, clip_projection
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from fedprompt.assets import ASSETS, cache_directory, file_sha256
+from fedprompt.assets import ASSETS, cache_directory, file_sha256, write_atomically
 
 HERE = Path(__file__).parent
 BRIDGES = HERE.parents[1] / "src" / "fedprompt" / "backbones" / "bridges"
@@ -64,7 +64,7 @@ def main() -> None:
     bridge = _stored(bridge)
     bridge["scale"] = torch.tensor([_scale(bridge, pictures, things, texts)])
     path = BRIDGES / f"{arguments.bridge}.safetensors"
-    save_file(bridge, path)
+    write_atomically(path, save(bridge))
     photos = pictures.of(torch.tensor([not thing.drawn for thing in things]))
     ridge = fit.ridge_bridge(photos, things, texts)
     zero_shot = _zero_shot(bridge, ridge, gallery, encoder, texts, arguments.data)

@@ -26,18 +26,34 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_worked_example_of_a_new_method_runs(tmp_path: Path, settings: Any) -> None:
-    text = (ROOT / "docs/adding_a_method.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "prompted_bias.py").write_text(code)
-    offer_method(tmp_path, "prompted_bias")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(method={"name": "prompted_bias", "tokens": 2})))
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding_a_method.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "backbone"),
+    [("prompted_bias", "tokens", "tiny"), ("context_ensemble", "contexts", "tiny-clip")],
+)
+def test_the_worked_examples_of_new_methods_run(
+    name: str, setting: str, backbone: str, tmp_path: Path, settings: Any
+) -> None:
+    (code,) = [example for example in EXAMPLES if f'@register("{name}")' in example]
+    (tmp_path / f"{name}.py").write_text(code)
+    offer_method(tmp_path, name)
+    made = settings(method={"name": name, setting: 3}, backbone={"name": backbone})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(made))
     command = (
         "import sys; from fedprompt.cli import main; sys.argv = ['fedprompt', 'run', 'config.yaml', '--json']; main()"
     )
     done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert '"label": "prompted_bias"' in done.stdout
+    assert f'"label": "{name}"' in done.stdout
+
+
+def test_every_worked_example_is_run() -> None:
+    assert [re.findall(r'@register\("(.*?)"\)', example) for example in EXAMPLES] == [
+        ["prompted_bias"],
+        ["context_ensemble"],
+    ]
 
 
 def test_every_exit_code_is_documented() -> None:

@@ -1,6 +1,7 @@
 """An image tower joined to the MiniLM text tower by projections this project trained itself (see benchmarks/bridge).
 
-A stand-in for CLIP where no CLIP text tower can be downloaded, and not CLIP: it has learned from a few hundred class names.
+A stand-in for CLIP where no CLIP text tower can be downloaded, and not CLIP: it has seen pictures of some two thousand names, where CLIP
+read hundreds of millions of captions.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ B16 = Named(
     name="b16",
     what="CLIP's own ViT-B/16 image tower and the all-MiniLM-L6-v2 text tower, joined by a bridge of our own",
     source="assets clip-b16-image, minilm-weights, minilm-tokenizer; the bridge is in the package",
-    image_size=224,
+    image_size=112,
     mean=CLIP_MEAN,
     std=CLIP_STD,
 )

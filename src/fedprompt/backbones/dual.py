@@ -135,7 +135,8 @@ class DualEncoder(ViT):
             ]
             return torch.cat([contexts.new_empty(0, len(class_names), self.features), *each])
 
-        return Language(self.text.shape.width, self.features, self.scale, self.text.words, encode)
+        room = self.text.room(names)
+        return Language(self.text.shape.width, self.features, self.scale, self.text.words, encode, room)
 
     def digest(self) -> str:
         sha = hashlib.sha256(f"{super().digest()} {self.text.digest()} {self.scale}".encode())

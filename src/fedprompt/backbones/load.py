@@ -7,7 +7,7 @@ from pathlib import Path
 from fedprompt.assets import ASSETS, prepare
 from fedprompt.backbones.assemble import assemble, infer_shape
 from fedprompt.backbones.bridge import bridged
-from fedprompt.backbones.catalog import B16, DINOV2_SMALL, MINI, NAMED, TINY, TINY_CLIP, Triple
+from fedprompt.backbones.catalog import B16, DINOV2_SMALL, MINI, NAMED, TINY, TINY_CLIP, Named, Triple
 from fedprompt.backbones.clip import clip_from_folder, is_clip
 from fedprompt.backbones.folder import folder_preprocessing, folder_shape
 from fedprompt.backbones.hub import hub_folder, is_hub_id
@@ -46,10 +46,9 @@ def load_backbone(config: BackboneConfig, cache: Path) -> ViT:
     if config.name == DINOV2_SMALL.name:
         return _dinov2_small(config, cache)
     if config.name == MINI.name:
-        size = config.image_size or MINI.image_size
-        return bridged(_dinov2_small(config.model_copy(update={"image_size": size}), cache), cache)
+        return bridged(_dinov2_small(_at_own_size(config, MINI), cache), cache)
     if config.name == B16.name:
-        return bridged(_clip_b16_image(config, cache), cache)
+        return bridged(_clip_b16_image(_at_own_size(config, B16), cache), cache)
     if path.is_dir():
         return _folder(path, config)
     if path.suffix == ".safetensors" or path.suffix in PICKLES:
@@ -93,6 +92,11 @@ def _tiny(config: BackboneConfig, shape: ViTShape) -> ViT:
 def _dinov2_small(config: BackboneConfig, cache: Path) -> ViT:
     path, unchecked = _asset(DINOV2_SMALL.name, config, cache)
     return _file(path, unchecked, own=(DINOV2_SMALL.mean, DINOV2_SMALL.std))
+
+
+def _at_own_size(config: BackboneConfig, named: Named) -> BackboneConfig:
+    """A bridge has the size it was trained at, which is not that of its image tower."""
+    return config if config.image_size else config.model_copy(update={"image_size": named.image_size})
 
 
 def _clip_b16_image(config: BackboneConfig, cache: Path) -> ViT:

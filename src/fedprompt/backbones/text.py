@@ -134,6 +134,11 @@ class TextTower(ABC):
             stops.append(tuple(stopped[len(alone) :]))
         return Names(tuple(ids), tuple(stops), spoken)
 
+    def room(self, names: Names) -> int:
+        """How many tokens of a context fit into a sentence with any of the names, its start and its end."""
+        longest = max((len(name) + len(stop) for name, stop in zip(names.ids, names.stops, strict=True)), default=0)
+        return self.shape.positions - 2 - longest
+
     def encode(self, contexts: Tensor, names: Names, position: Position = "end") -> Tensor:
         """Unit vectors (N, C, D) of every class behind each of N contexts (N, m, d), or (N, C, m, d) with one per class."""
         classes, width = len(names.ids), self.shape.width

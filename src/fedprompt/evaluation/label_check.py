@@ -51,6 +51,7 @@ def check_labels(world: World, bank: ImageBank, seed: int) -> LabelCheck | None:
 def figures(images: Tensor, labels: Tensor, text: Tensor, seed: int) -> LabelCheck:
     """Of unit vectors of images (n, D) with labels (n,), and of classes (C, D)."""
     classes, count = len(text), len(labels)
+    images, text = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in (images, text))
     called = (images @ text.T).argmax(-1)
     right = _share(called == labels)
     generator = stream(seed, 0, SERVER, "label_check")

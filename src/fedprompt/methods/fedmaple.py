@@ -59,8 +59,8 @@ class FedMaPLe(PromptFL):
             return
         if self.class_specific:
             raise ConfigError(broken("method.class_specific", "be false with coupling maple", self.class_specific))
-        if self.vision_tokens not in (None, self._context_length(world)):
-            rule = f"be the {self._context_length(world)} of the context, or null, with coupling maple"
+        if self.vision_tokens not in (None, self.context_length(world)):
+            rule = f"be the {self.context_length(world)} of the context, or null, with coupling maple"
             raise ConfigError(broken("method.vision_tokens", rule, self.vision_tokens))
 
     def init(self, world: World, generator: torch.Generator) -> Roles:
@@ -69,7 +69,7 @@ class FedMaPLe(PromptFL):
         if self.coupling == "maple":
             shared |= _new_maps(depth, world.text.width, world.width, generator)
         else:
-            tokens = self._context_length(world) if self.vision_tokens is None else self.vision_tokens
+            tokens = self.context_length(world) if self.vision_tokens is None else self.vision_tokens
             shared |= {"vision": random_context(tokens, world.width, generator, depth)} if tokens else {}
         return Roles(shared=world.placed(shared))
 
@@ -84,9 +84,6 @@ class FedMaPLe(PromptFL):
         """V (J, m, d_v)."""
         mapped = torch.einsum("jvt,mt->jmv", params["coupling.weight"], params["context"])
         return mapped + params["coupling.bias"].unsqueeze(1)
-
-    def _context_length(self, world: World) -> int:
-        return len(world.text.words(self.context_words)) if self.context_words else self.context_tokens
 
 
 def _new_maps(depth: int, text_width: int, width: int, generator: torch.Generator) -> Tensors:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedprompt.method import Batch, Seen, World
 from fedprompt.methods.with_own import WithOwnContext
+from fedprompt.methods.with_text import precise
 from fedprompt.prompts.transport import transport_plan
 from fedprompt.registry import register
 from fedprompt.roles import Tensors
@@ -48,7 +49,7 @@ class FedOTP(WithOwnContext):
         return self.transported(world.text.scale, seen.image_patches, contexts)
 
     def transported(self, scale: float, patches: Tensor, contexts: Tensor) -> Tensor:
-        """Logits (B, C) of patches (B, M, D) and classes (N, C, D)."""
-        similarities = torch.einsum("bmd,ncd->bcmn", patches, contexts)
+        """Logits (B, C) of patches (B, M, D) and classes (N, C, D), in at least float32."""
+        similarities = torch.einsum("bmd,ncd->bcmn", precise(patches), precise(contexts))
         plan = transport_plan(similarities, self.epsilon, self.mass, self.iterations, self.balanced)
         return scale * (plan * similarities).sum((-2, -1))

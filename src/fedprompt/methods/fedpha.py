@@ -30,7 +30,7 @@ from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
 from fedprompt.method import Batch, Client, Prompts, Seen, World
 from fedprompt.methods.with_own import WithOwnContext
-from fedprompt.methods.with_text import similarity
+from fedprompt.methods.with_text import check_room, similarity
 from fedprompt.registry import register
 from fedprompt.roles import Tensors
 
@@ -59,6 +59,8 @@ class FedPHA(WithOwnContext):
             raise ConfigError(
                 broken("method.local_tokens", "be null with context_words, which say the length", self.local_tokens)
             )
+        if self.local_tokens is not None:
+            check_room(world, "local_tokens", max(self.lengths))
 
     def own(self, world: World, context: Tensor, generator: torch.Generator) -> Tensors:
         longest = max(self.lengths)

@@ -41,7 +41,7 @@ from torch import Tensor
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
 from fedprompt.method import Batch, Client, Progress, Prompts, Seen, Stage, World
-from fedprompt.methods.with_text import WithText, similarity
+from fedprompt.methods.with_text import WithText, check_room, similarity
 from fedprompt.prompts.contexts import random_context
 from fedprompt.prompts.fusion import (
     Direction,
@@ -99,6 +99,7 @@ class PFedDC(WithText):
         world.check_depth("method.vision_depth", self.vision_depth)
         if not (self.use_local or self.use_global):
             raise ConfigError(broken("method.use_local or method.use_global", "be true", False))
+        self._check_text_room(world)
         if not self.fuses:
             return
         for modality in self.modalities:
@@ -197,9 +198,18 @@ class PFedDC(WithText):
             return random_context(self.local_vision_tokens, world.width, generator, self.vision_depth or world.blocks)
         return self._new_global(modality, world, generator)
 
+    def _check_text_room(self, world: World) -> None:
+        """The global prompt is checked already; there may be a longer local one, or both at once."""
+        if not self.use_local:
+            return
+        words = self.context_length(world)
+        local = words if self.local_tokens is None else self.local_tokens
+        check_room(world, "local_tokens", local)
+        if self.fuses and self.fusion == "concat":
+            check_room(world, "fusion", words + local)
+
     def _check_lengths(self, world: World) -> None:
-        words = len(world.text.words(self.context_words)) if self.context_words else self.context_tokens
-        lengths = {"local_tokens": (words, self.local_tokens)}
+        lengths = {"local_tokens": (self.context_length(world), self.local_tokens)}
         if "vision" in self.modalities:
             lengths["local_vision_tokens"] = (self.vision_tokens, self.local_vision_tokens)
         how = self.fusion if self.fusion != "attention" else self.direction

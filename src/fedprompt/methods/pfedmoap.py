@@ -41,7 +41,7 @@ from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
 from fedprompt.method import Batch, Client, Combine, Progress, Seen, Server, Stage, Upload, World
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.methods.with_text import similarity
+from fedprompt.methods.with_text import precise, similarity
 from fedprompt.prompts import gates
 from fedprompt.prompts.neighbours import drawn, nearest
 from fedprompt.registry import register
@@ -152,24 +152,22 @@ class PFedMoAP(PromptFL):
         plain = similarity(world, seen.image, seen.text["context"])
         text, weights = self.experts_and_weights(params, seen)
         if self.gate == "linear":
-            scores = gates.linear_scores(weights, seen.image, text)
+            scores = gates.linear_scores(weights, precise(seen.image), text)
         else:
-            scores = gates.attention_scores(
-                stripped(GATE, params), weights, self._pooled(seen.image), self._pooled(text)
-            )
+            scores = gates.attention_scores(_gate(params), weights, self._pooled(seen.image), self._pooled(text))
         mixed = world.text.scale * scores + self.local_weight * plain
         return torch.where(params["gated"] > 0, mixed, plain)
 
     def experts_and_weights(self, params: Tensors, seen: Seen) -> tuple[Tensor, Tensor]:
         """Text features (1 + K, C, D), the local ones first, and the gate's weights (B, C, h, 1 + K), or (B, 1 + K) of a linear gate."""
-        text = torch.cat([seen.text["context"].unsqueeze(0), params["expert_features"]])
-        gate, image, known = stripped(GATE, params), self._pooled(seen.image), all_known(params)
+        text = precise(torch.cat([seen.text["context"].unsqueeze(0), params["expert_features"]]))
+        gate, image, known = _gate(params), self._pooled(seen.image), all_known(params)
         if self.gate == "linear":
             return text, gates.linear_weights(gate, image, known)
         return text, gates.attention_weights(gate, image, self._pooled(text), known, self.heads, self.scaling)
 
     def _pooled(self, features: Tensor) -> Tensor:
-        return gates.pooled(features, self.gate_width, self.pooling)
+        return gates.pooled(precise(features), self.gate_width, self.pooling)
 
     def after_step(self, world: World, params: Tensors, before: Tensors, step: int) -> Tensors:
         """A gate that is not used rests: weight decay would move it without a gradient."""
@@ -210,6 +208,10 @@ class PFedMoAP(PromptFL):
         if known.sum() > 1:
             found["gate.weight_other"] = (1 - local) / (known.sum() - 1)
         return found
+
+
+def _gate(params: Tensors) -> Tensors:
+    return {name: precise(tensor) for name, tensor in stripped(GATE, params).items()}
 
 
 def all_known(params: Tensors) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedprompt.method import Batch, Client, Seen, World
 from fedprompt.methods.promptfl import PromptFL
+from fedprompt.methods.with_text import precise
 from fedprompt.registry import register
 from fedprompt.roles import Tensors
 
@@ -76,5 +77,5 @@ def remember(features: Tensor, labels: Tensor, classes: int, most: int) -> tuple
 
 def recall(keys: Tensor, known: Tensor, images: Tensor, sharpness: float) -> Tensor:
     """How much each image (B, D) is like the remembered ones of every class, (B, C)."""
-    likeness = torch.einsum("bd,csd->bcs", images, keys)
+    likeness = torch.einsum("bd,csd->bcs", precise(images), precise(keys))
     return (known * (-sharpness * (1 - likeness)).exp()).sum(-1)

@@ -38,20 +38,16 @@ class PromptFLPer(PromptFL):
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
-        tokens = self.tokens(world)
+        tokens = self.context_length(world)
         if self.shared_tokens is not None and self.shared_tokens > tokens:
             rule = f"be at most the {tokens} tokens of the context"
             raise ConfigError(broken("method.shared_tokens", rule, self.shared_tokens))
         if self.own_epochs is not None and not self.alternate:
             raise ConfigError(broken("method.own_epochs", "be null unless method.alternate is true", self.own_epochs))
 
-    def tokens(self, world: World) -> int:
-        """m, of the whole context."""
-        return len(world.text.words(self.context_words)) if self.context_words else self.context_tokens
-
     def init(self, world: World, generator: torch.Generator) -> Roles:
         context = self.new_context(world, generator)
-        cut = self.tokens(world) // 2 if self.shared_tokens is None else self.shared_tokens
+        cut = self.context_length(world) // 2 if self.shared_tokens is None else self.shared_tokens
         return Roles(shared={SHARED: context[..., :cut, :].clone()}, local={OWN: context[..., cut:, :].clone()})
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:

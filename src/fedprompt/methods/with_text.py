@@ -38,6 +38,11 @@ class WithText(Method):
     def check(self, world: World, train: TrainConfig) -> None:
         if self.context_words and not len(world.text.words(self.context_words)):
             raise ConfigError(broken("method.context_words", "have at least one token", self.context_words))
+        check_room(world, "context_words" if self.context_words else "context_tokens", self.context_length(world))
+
+    def context_length(self, world: World) -> int:
+        """m, tokens of a context: as many as its words have, or as the settings say."""
+        return len(world.text.words(self.context_words)) if self.context_words else self.context_tokens
 
     def new_context(self, world: World, generator: torch.Generator) -> Tensor:
         """A context at its start, (m, d) or (C, m, d): some words, or N(0, 0.02^2)."""
@@ -61,6 +66,19 @@ class WithText(Method):
         )
 
 
+def check_room(world: World, setting: str, tokens: int) -> None:
+    """Raise unless every class name fits into the text tower beside a context of that many tokens."""
+    room = world.text.room
+    if room is not None and tokens > room:
+        rule = f"make at most {room} context tokens, so that the longest class name fits into the text tower"
+        raise ConfigError(broken(f"method.{setting}", rule, f"{tokens} tokens"))
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """In at least float32: logits are differences of likenesses, which bfloat16 would round away."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def similarity(world: World, image: Tensor, text: Tensor) -> Tensor:
-    """Logits (B, C) of images (B, D) and classes (C, D)."""
-    return world.text.scale * image @ text.T
+    """Logits (B, C) of images (B, D) and classes (C, D), in at least float32."""
+    return world.text.scale * precise(image) @ precise(text).T

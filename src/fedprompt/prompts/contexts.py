@@ -33,6 +33,7 @@ class Language:
     encode: Callable[
         [Tensor, Position], Tensor
     ]  #: unit vectors (N, C, D) of all classes in each of N contexts (N, m, d) or (N, C, m, d)
+    room: int | None = None  #: most tokens of a context that leave room for the longest class name; None for no limit
 
     def said(self, words: str) -> Tensor:
         """Unit vectors (C, D) of all classes behind some plain words, such as "a photo of a"."""

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from support import local_tensors, run, server_tensors, shared_tensors, worst_difference
+from text_methods import runtime_of
 
 from fedprompt.engines.images import ImageBank
 from fedprompt.errors import ConfigError
-from fedprompt.method import World
+from fedprompt.method import Batch, Seen, World
 from fedprompt.methods.fedvpt import FedVPT
+from fedprompt.methods.pfeddc import PFedDC
+from fedprompt.methods.variants.ditto import PERSONAL, Ditto
 from fedprompt.methods.variants.fedrep import FedRep
 from fedprompt.prompts.heads import NAMES, random_head
 from fedprompt.roles import Roles
@@ -264,3 +267,18 @@ def test_fitting_before_an_evaluation_is_no_part_of_the_schedule(plain: Any) -> 
     )
     gained = untouched.summary()["nll"] - fitted.summary()["nll"]
     assert gained > 0.3 * (untouched.summary()["nll"] - plainly.summary()["nll"]) > 0
+
+
+def test_the_diagnostics_of_ditto_are_those_of_the_copy_that_predicts(settings: Any) -> None:
+    """The personal prompts are four times the shared ones, so their norms are."""
+    method = Ditto(inner=PFedDC(fusion="sum", use_vision=False))
+    runtime, world = runtime_of(settings, method)
+    who = runtime._client(0, 1)
+    params = method.begin(world, who, world.roles.shared, runtime._new(who))
+    personal = {PERSONAL + "global_text": 4 * params["global_text"], PERSONAL + "local_text": params["local_text"]}
+    shares = [
+        float(method.diagnostics(world, {**params, **given}, Seen(), Batch(torch.empty(0)))["text.global_share"])
+        for given in ({}, personal)
+    ]
+    odds = [share / (1 - share) for share in shares]
+    assert odds[1] == pytest.approx(4 * odds[0], rel=1e-5)

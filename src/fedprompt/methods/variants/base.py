@@ -50,6 +50,10 @@ class Variant(Method):
         return self.inner.uses_text
 
     @property
+    def names_any_class(self) -> bool:
+        return self.inner.names_any_class
+
+    @property
     def reads(self) -> tuple[str, ...]:
         return self.inner.reads
 

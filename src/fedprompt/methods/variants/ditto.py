@@ -99,6 +99,9 @@ class Ditto(Variant):
     def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         return super().predict(world, self._view(params), seen, batch, noise)
 
+    def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
+        return super().diagnostics(world, self._view(params), seen, batch)
+
     def finish(
         self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress
     ) -> tuple[Tensors, Tensors]:
