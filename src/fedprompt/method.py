@@ -221,6 +221,11 @@ class Method:
         return self.uses_text
 
     @property
+    def starts_as_received(self) -> bool:
+        """Whether local training begins at the shared tensors as they came, which SCAFFOLD's correction takes for granted."""
+        return True
+
+    @property
     def reads(self) -> tuple[str, ...]:
         """What `logits` reads of the prompted backbone: "cls", "patches", "prompts"; of a dual encoder also "image", "image_patches"."""
         return ("cls",)

@@ -58,6 +58,10 @@ class PromptFLAMP(PromptFL):
         1.0  #: a, of the server; capped where the self weight would be negative
     )
 
+    @property
+    def starts_as_received(self) -> bool:
+        return False
+
     def init(self, world: World, generator: torch.Generator) -> Roles:
         context = self.new_context(world, generator)
         return Roles(shared={"context": context}, local={OWN: context.clone(), TRAINED: context.new_zeros(())})

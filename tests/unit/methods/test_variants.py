@@ -211,6 +211,13 @@ def test_scaffold_is_refused_where_steps_are_corrected(method: str, plain: Any) 
         run(plain("a", {"name": "scaffold"}, method={"name": method, "head": "shared"}))
 
 
+def test_scaffold_is_refused_where_training_does_not_begin_with_what_was_received(plain: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"trains on from the shared tensors it received, got .*scaffold with PromptFLAMP"
+    ):
+        run(plain("a", {"name": "scaffold"}, method={"name": "promptfl_amp"}, backbone={"name": "tiny-clip"}))
+
+
 @pytest.mark.parametrize("method", ["pfedpg", "flora", "flow"])
 def test_ditto_is_refused_where_undeclared_tensors_are_trained(method: str, plain: Any) -> None:
     with pytest.raises(ConfigError, match=r"only its shared and local tensors, got .ditto with one that trains"):

@@ -54,6 +54,10 @@ class Variant(Method):
         return self.inner.names_any_class
 
     @property
+    def starts_as_received(self) -> bool:
+        return self.inner.starts_as_received
+
+    @property
     def reads(self) -> tuple[str, ...]:
         return self.inner.reads
 

@@ -46,6 +46,9 @@ class Scaffold(Variant):
             raise ConfigError(
                 broken("variant.name", "be used with a method that takes plain steps", f"scaffold with {self.inner}")
             )
+        if not self.inner.starts_as_received:
+            rule = "be used with a method that trains on from the shared tensors it received"
+            raise ConfigError(broken("variant.name", rule, f"scaffold with {self.inner}"))
         if train.momentum:
             raise ConfigError(broken("train.momentum", "be 0 with variant scaffold", train.momentum))
         if train.clip_norm is not None:
