@@ -35,6 +35,7 @@ from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
 from fedprompt.method import Batch, Client, Method, Seen, World
 from fedprompt.methods.with_text import similarity
+from fedprompt.prompts.starts import linear_layer
 from fedprompt.registry import register
 from fedprompt.roles import Roles, Tensors, stripped
 
@@ -65,10 +66,9 @@ class FedCLIP(Method):
 
     def init(self, world: World, generator: torch.Generator) -> Roles:
         width = world.text.features
-        sizes = {"in.weight": (width, width), "in.bias": (width,), "out.weight": (width, width), "out.bias": (width,)}
         drawn = {
-            ADAPTER + name: (2 * torch.rand(size, generator=generator) - 1) * width**-0.5
-            for name, size in sizes.items()
+            **linear_layer(ADAPTER + "in", width, width, generator),
+            **linear_layer(ADAPTER + "out", width, width, generator),
         }
         return Roles(shared=world.placed(drawn))
 

@@ -30,6 +30,7 @@ from fedprompt.method import Batch, Prompts, World
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.prompts.contexts import random_context
 from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.prompts.starts import linear_layer
 from fedprompt.registry import register
 from fedprompt.roles import Roles, Tensors
 
@@ -88,6 +89,4 @@ class FedMaPLe(PromptFL):
 
 def _new_maps(depth: int, text_width: int, width: int, generator: torch.Generator) -> Tensors:
     """J linear maps from the text tower's width to the image tower's, at torch's usual start: uniform in ±1 / sqrt(d_t)."""
-    sizes = {"coupling.weight": (depth, width, text_width), "coupling.bias": (depth, width)}
-    draws = {name: torch.rand(size, generator=generator) for name, size in sizes.items()}
-    return {name: (2 * draw - 1) / text_width**0.5 for name, draw in draws.items()}
+    return linear_layer("coupling", width, text_width, generator, stacked=(depth,))

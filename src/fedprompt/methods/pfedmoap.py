@@ -44,6 +44,7 @@ from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.with_text import precise, similarity
 from fedprompt.prompts import gates
 from fedprompt.prompts.neighbours import drawn, nearest
+from fedprompt.prompts.starts import linear_layer
 from fedprompt.registry import register
 from fedprompt.roles import Roles, Tensors, pick, prefixed, stripped
 from fedprompt.streams import stream
@@ -97,7 +98,7 @@ class PFedMoAP(PromptFL):
 
     def _new_gate(self, world: World, generator: torch.Generator) -> Tensors:
         if self.gate == "linear":
-            return gates.linear_start(1 + self.others(world), self.gate_width, "linear", generator)
+            return linear_layer("linear", 1 + self.others(world), self.gate_width, generator)
         return gates.attention_start(self.gate_width, generator)
 
     def download(self, world: World, server: Server, client: int) -> Tensors:

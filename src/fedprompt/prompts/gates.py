@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprompt.prompts.starts import linear_layer
 from fedprompt.roles import Tensors
 
 Pooling = Literal["stride", "mean"]
@@ -38,18 +39,9 @@ def pooled(features: Tensor, width: int, how: Pooling) -> Tensor:
     return runs[..., 0] if how == "stride" else runs.mean(-1)
 
 
-def linear_start(rows: int, columns: int, name: str, generator: torch.Generator) -> Tensors:
-    """Weight and bias of a linear layer at its usual start, uniform in ±1/sqrt(fan-in)."""
-    draws = {
-        f"{name}.weight": torch.rand(rows, columns, generator=generator),
-        f"{name}.bias": torch.rand(rows, generator=generator),
-    }
-    return {key: (2 * draw - 1) / columns**0.5 for key, draw in draws.items()}
-
-
 def attention_start(width: int, generator: torch.Generator) -> Tensors:
     """4 (w^2 + w) numbers."""
-    layers = [linear_start(width, width, part, generator) for part in PARTS]
+    layers = [linear_layer(part, width, width, generator) for part in PARTS]
     return {name: tensor for layer in layers for name, tensor in layer.items()}
 
 

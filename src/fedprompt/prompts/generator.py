@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprompt.prompts.starts import uniform
 from fedprompt.roles import Tensors
 
 WIDENING = 4  #: hidden units of the feed-forward layer for one of a token
@@ -29,9 +30,9 @@ def initial_generator(queries: Tensor, features: int, generator: torch.Generator
         "queries": queries,
         **_norm("queries_norm", width),
         **_norm("names_norm", features),
-        "attention.query.weight": _uniform((width, width), width, generator),
-        "attention.key.weight": _uniform((width, features), features, generator),
-        "attention.value.weight": _uniform((width, features), features, generator),
+        "attention.query.weight": uniform((width, width), width, generator),
+        "attention.key.weight": uniform((width, features), features, generator),
+        "attention.value.weight": uniform((width, features), features, generator),
         **_linear("attention.output", width, width, generator),
         **_norm("feed_forward.norm", width),
         **_linear("feed_forward.in", 2 * WIDENING * width, width, generator),
@@ -59,13 +60,9 @@ def _norm(name: str, width: int) -> Tensors:
 
 def _linear(name: str, rows: int, columns: int, generator: torch.Generator) -> Tensors:
     return {
-        f"{name}.weight": _uniform((rows, columns), columns, generator),
-        f"{name}.bias": _uniform((rows,), columns, generator),
+        f"{name}.weight": uniform((rows, columns), columns, generator),
+        f"{name}.bias": uniform((rows,), columns, generator),
     }
-
-
-def _uniform(size: tuple[int, ...], fan_in: int, generator: torch.Generator) -> Tensor:
-    return (2 * torch.rand(size, generator=generator) - 1) / math.sqrt(fan_in)
 
 
 def _normed(tensors: Tensors, name: str, x: Tensor) -> Tensor:

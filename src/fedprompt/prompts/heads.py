@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprompt.prompts.starts import uniform
 from fedprompt.roles import Tensors
 
 NAMES = ("head.weight", "head.bias")
@@ -27,5 +28,5 @@ def random_head(
     classes: int, width: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Tensors:
     """A linear layer's usual start: weights uniform in ±1/sqrt(width), no bias."""
-    weight = (torch.rand(classes, width, generator=generator) * 2 - 1) / width**0.5
+    weight = uniform((classes, width), width, generator)
     return {**zero_head(classes, width, dtype, device), "head.weight": weight.to(device, dtype)}

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedprompt.prompts.starts import uniform
 from fedprompt.roles import Tensors
 
 Target = Literal["q", "k", "v"]
@@ -23,7 +24,7 @@ def initial_factors(
     blocks: int, targets: int, rank: int, width: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """LoRA's start: A uniform in ±1/sqrt(d), which is Kaiming's bound for a slope of sqrt(5), and B zero, so that nothing changes yet."""
-    a = (torch.rand(blocks, targets, rank, width, generator=generator) * 2 - 1) / width**0.5
+    a = uniform((blocks, targets, rank, width), width, generator)
     return a, torch.zeros(blocks, targets, width, rank)
 
 

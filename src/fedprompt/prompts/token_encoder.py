@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.errors import ContractError
+from fedprompt.prompts.starts import linear_layer
 from fedprompt.roles import Tensors
 
 NORM_EPSILON = 1e-6
@@ -33,16 +34,8 @@ def initial_norm(blocks: int, width: int) -> Tensors:
 
 def initial_network(blocks: int, tokens: int, hidden: int, out: int, generator: torch.Generator) -> Tensors:
     """Linear layers at their usual start, uniform in ±1/sqrt(fan-in); with `hidden` 0 there is one layer."""
-    inner = _layer(blocks, hidden, tokens, "in", generator) if hidden else {}
-    return {**inner, **_layer(blocks, out, hidden or tokens, "out", generator)}
-
-
-def _layer(blocks: int, rows: int, columns: int, name: str, generator: torch.Generator) -> Tensors:
-    draw = {
-        f"{name}.weight": torch.rand(blocks, rows, columns, generator=generator),
-        f"{name}.bias": torch.rand(blocks, rows, generator=generator),
-    }
-    return {key: (2 * value - 1) / columns**0.5 for key, value in draw.items()}
+    inner = linear_layer("in", hidden, tokens, generator, stacked=(blocks,)) if hidden else {}
+    return {**inner, **linear_layer("out", out, hidden or tokens, generator, stacked=(blocks,))}
 
 
 def linear_from(start: MeanStart, network: Tensors, scale: float) -> Tensors:

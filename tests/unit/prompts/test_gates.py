@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprompt.prompts import gates
+from fedprompt.prompts.starts import linear_layer
 from fedprompt.roles import Tensors
 
 pytestmark = pytest.mark.unit
@@ -145,7 +146,7 @@ def test_the_numbers_of_an_attention(width: int, numbers: int) -> None:
 
 def test_layers_start_as_torchs_do() -> None:
     """Uniform in ±1/sqrt(fan-in), which has standard deviation 1/sqrt(3 fan-in)."""
-    layer = gates.linear_start(200, 50, "linear", torch.Generator().manual_seed(0))
+    layer = linear_layer("linear", 200, 50, torch.Generator().manual_seed(0))
     theirs = nn.Linear(50, 200)
     for name, parameter in theirs.named_parameters():
         found = layer[f"linear.{name}"]
@@ -166,7 +167,7 @@ def test_pooling_takes_every_nth_number_or_means_of_n() -> None:
 
 def test_the_linear_gate_mixes_full_features_with_weights_of_the_image() -> None:
     wide, image = unit(EXPERTS, CLASSES, 2 * WIDTH, seed=4), unit(IMAGES, 2 * WIDTH, seed=5)
-    drawn = gates.linear_start(EXPERTS, WIDTH, "linear", torch.Generator().manual_seed(6))
+    drawn = linear_layer("linear", EXPERTS, WIDTH, torch.Generator().manual_seed(6))
     gate = {name: 5 * tensor.double() for name, tensor in drawn.items()}
     known = torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
     weights = gates.linear_weights(gate, image[:, ::2], known)
