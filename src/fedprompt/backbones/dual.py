@@ -118,6 +118,10 @@ class DualEncoder(ViT):
             seen["image_patches"] = self.image_projection(torch.cat([*whole, patches], dim=-1))
         return {name: seen[name] for name in wanted}
 
+    def encode_classes(self, context: Tensor, class_names: Sequence[str], position: Position = "end") -> Tensor:
+        """Unit vectors (C, D) of class names in a context (m, d), or in one of their own each (C, m, d)."""
+        return self.text.encode(context.unsqueeze(0), self.text.names(class_names), position)[0]
+
     def language(self, class_names: Sequence[str]) -> Language:
         """The text side, ready to say these class names.
 

@@ -571,3 +571,15 @@ def test_a_result_too_large_to_keep_is_still_given():
     memory = Memory(capacity=1)
     context = torch.ones(1, 8)
     assert memory.get("end", context, lambda given: given + 1).eq(2).all()
+
+
+@pytest.mark.parametrize("position", ["end", "middle", "front"])
+def test_classes_can_be_encoded_without_a_world(position):
+    clip, names = loaded("tiny-clip"), ["cat", "old_ox", "a b c"]
+    context = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    found = clip.encode_classes(context, names, position)
+    torch.testing.assert_close(found, clip.language(names).encode(context[None], position)[0])
+    alone = clip.encode_classes(context, names[1:2], position)
+    torch.testing.assert_close(found[1:2], alone, atol=1e-6, rtol=0)
+    (slope,) = torch.autograd.grad(found.sum(), context)
+    assert slope.abs().sum() > 0
