@@ -226,7 +226,13 @@ def test_an_interrupted_run_says_how_to_go_on(config: Any, tmp_path: Path) -> No
     environment = {**os.environ, "FEDPROMPT_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-u", "-m", "fedprompt.cli", "run", path]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background inherit a deaf ear
     )
     assert process.stderr is not None
     for line in process.stderr:
