@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedprompt.engines.client import Reply
 from fedprompt.engines.inprocess import InProcess
 from fedprompt.experiment import Experiment
 from fedprompt.federation import wire
+from fedprompt.federation.messages import Reply
 from fedprompt.federation.rounds import Observer
 from fedprompt.method import Method
 from fedprompt.roles import Tensors

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedprompt.errors import ConfigError, broken
 
@@ -27,6 +27,7 @@ Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 
 
@@ -136,6 +137,8 @@ class FederationConfig(Section):
 
     rounds: Positive = 10
     fraction: Share = 1.0  #: of the clients that train in a round
+    sampling: Literal["fixed", "poisson"] = "fixed"  #: so many clients in every round, or each with that probability
+    secure_sum: bool = False  #: the server sees only sums over the cohort, never one client's tensors
     weighting: Literal["samples", "uniform"] = "samples"
     evaluate_every: Positive = 1  #: rounds between evaluations of every client
     evaluate_last: NotNegative = 10  #: the last rounds are always evaluated, and averaged in the summary
@@ -160,6 +163,76 @@ class FederationConfig(Section):
         return value
 
 
+class GuardConfig(Section):
+    """What an update must be like before it is aggregated, and what happens to a round that loses too many."""
+
+    quorum: Share = 0.5  #: of a cohort whose updates must be accepted for its round to count
+    repeats: NotNegative = 1  #: how often a round without a quorum is tried again, with a cohort drawn anew
+    norm: Bound | None = None  #: largest L2 norm of an update, all shared tensors together
+    norm_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = (
+        None  #: the same as a multiple of the median over the cohort
+    )
+    weight_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = (
+        20.0  #: a client counts at most as this many times the cohort's median number of images
+    )
+    max_samples: Positive = 10_000_000  #: a client that says it has more images than this is not believed
+    max_bytes: Positive | None = None  #: of one message; what the declared tensors weigh, and some room, when absent
+
+
+class AggregationConfig(Section):
+    """How the shared tensors of a cohort become one set. Every rule but the mean counts each client once."""
+
+    rule: Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "clipped_mean"] = "mean"
+    malicious: Annotated[float, Field(ge=0, lt=0.5)] = (
+        0.2  #: share of a cohort that may be malicious: what trimmed_mean cuts off at each end, what krum reckons with
+    )
+    radius: Bound = 1.0  #: of clipped_mean: how far from the shared tensors an update may be before it is shortened
+
+
+class AttackConfig(Section):
+    """Clients that do not play by the rules, to see what a defence is worth. Only honest clients are evaluated."""
+
+    kind: Literal["nan", "scale", "sign_flip", "label_flip", "forged_weight", "free_rider"]
+    fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2  #: of the clients that take part in training
+    strength: Bound | None = (
+        None  #: factor of `scale` (10) and `sign_flip` (1) on the update, of `forged_weight` on the images claimed (1000)
+    )
+
+
+class PrivacyConfig(Section):
+    """Client-level differential privacy of what is uploaded."""
+
+    noise_at: Literal["client", "server", "step"] = (
+        "client"  #: on the update of every client; on their sum; or on the gradient of every training step
+    )
+    clip: Bound | None = 1.0  #: longest update (or gradient, with `step`) that is sent as it is; null for no bound
+    clips: dict[str, Bound] = {}  #: bounds of statistics by name pattern, `clip` for those without
+    noise: Rate | None = None  #: standard deviation of the noise, as a multiple of the bound
+    target_epsilon: Bound | None = None  #: instead of `noise`: the multiple that spends this epsilon in all rounds
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    max_epsilon: Bound | None = None  #: the run ends before the round that would spend more
+    quantile: Annotated[float, Field(gt=0, lt=1)] | None = (
+        None  #: let the bound follow this quantile of the updates' norms; noise at the server only
+    )
+    quantile_rate: Bound = 0.2  #: how fast it follows
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PrivacyConfig:
+        if (self.noise is None) == (self.target_epsilon is None):
+            raise ValueError("have either noise or target_epsilon")
+        if self.clip is None and self.noise != 0:
+            raise ValueError("have a clip unless noise is 0: noise is measured against it")
+        if self.quantile is not None and (self.noise_at != "server" or self.clip is None):
+            raise ValueError("have noise_at: server and a clip to start from where the clip follows a quantile")
+        return self
+
+
+PRIVACY_PRESETS: dict[str, dict[str, Any]] = {
+    f"pfedmoap-{epsilon}": {"noise_at": "client", "target_epsilon": float(epsilon), "delta": 0.05}
+    for epsilon in (25, 50)
+}  #: Table 6 of pFedMoAP; its paper tells neither the bound nor how rounds add up
+
+
 class OutputConfig(Section):
     """Where a run is written. Nothing here changes a result, so it is left out of the hash."""
 
@@ -180,6 +253,10 @@ class Config(Section):
     variant: dict[str, Any] | None = None  #: FedProx, SCAFFOLD, ...: `name` and its fields
     train: TrainConfig = TrainConfig()
     federation: FederationConfig = FederationConfig()
+    guard: GuardConfig = GuardConfig()
+    aggregation: AggregationConfig = AggregationConfig()
+    attack: AttackConfig | None = None  #: none when absent
+    privacy: PrivacyConfig | None = None  #: none when absent; `pfedmoap-25` and `pfedmoap-50` are presets
     output: OutputConfig = OutputConfig()
 
     @field_validator("method", "variant", mode="before")
@@ -190,6 +267,16 @@ class Config(Section):
         if isinstance(value, dict) and not isinstance(value.get("name"), str):
             raise ValueError("have a name")
         return value
+
+    @field_validator("privacy", mode="before")
+    @classmethod
+    def _preset(cls, value: Any) -> Any:
+        """`privacy: pfedmoap-25` is short for that preset's settings."""
+        if not isinstance(value, str):
+            return value
+        if value not in PRIVACY_PRESETS:
+            raise ValueError(f"be a section, or one of {', '.join(PRIVACY_PRESETS)}")
+        return PRIVACY_PRESETS[value]
 
     def digest(self) -> str:
         """The identity of what is computed: equal digests must give equal results."""

@@ -52,6 +52,12 @@ class DivergenceError(FedpromptError):
     exit_code = 8
 
 
+class QuorumError(FedpromptError):
+    """Too many updates of a round were refused."""
+
+    exit_code = 9
+
+
 def broken(field: str, rule: str, value: object) -> str:
     """The one way a bad value is reported: `federation.fraction must be in (0, 1], got 1.5`."""
     return f"{field} must {rule}, got {value!r}"

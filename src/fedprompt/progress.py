@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedprompt.config import Config
-from fedprompt.engines.client import Reply
 from fedprompt.evaluation.label_check import sentence, warning
+from fedprompt.federation.messages import Reply
 from fedprompt.federation.rounds import Observer
 from fedprompt.federation.store import RoundRecord
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -17,22 +17,13 @@ from fedprompt.errors import ContractError, DivergenceError
 from fedprompt.evaluation.metrics import ClientResult
 from fedprompt.evaluation.scoring import score
 from fedprompt.federation import wire
+from fedprompt.federation.messages import Reply
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Client, Method, Progress, Seen, Stage, World
 from fedprompt.prompts.contexts import Position, TextContext
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Tensors
 from fedprompt.streams import stream
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a client sends: there is no field in which a local tensor could travel."""
-
-    client: int
-    upload: Tensors
-    samples: int
-    loss: float | None = None  #: mean training loss; None when nothing was trained
 
 
 def speak(world: World, contexts: Mapping[str, TextContext]) -> Tensors:
@@ -168,7 +159,7 @@ class ClientRuntime:
         upload = {**upload, **self._statistics("round", round, client, params, given=upload)}
         wire.audit_upload(upload, self.world.roles, who.name)
         self.states.put(client, local)
-        return Reply(client, upload, who.samples, loss)
+        return Reply(client, round, upload, who.samples, loss)
 
     def survey(self, client: int, received: Tensors) -> Reply:
         """The statistics every client is asked for before the first round."""
@@ -176,7 +167,7 @@ class ClientRuntime:
         params = self.method.personalise(self.world, who, received, self._local(client, who))
         upload = self._statistics("start", 0, client, params)
         wire.audit_upload(upload, self.world.roles, who.name, when="start")
-        return Reply(client, upload, who.samples)
+        return Reply(client, 0, upload, who.samples)
 
     def evaluate(self, round: int, client: int, received: Tensors) -> ClientResult:
         """Test one client at the configured point; nothing it trains for that is kept."""

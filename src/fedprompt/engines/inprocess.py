@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fedprompt.engines.client import ClientRuntime, Reply
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.evaluation.metrics import ClientResult
+from fedprompt.federation.messages import Reply
 from fedprompt.roles import Tensors
 
 Download = Callable[[int], Tensors]

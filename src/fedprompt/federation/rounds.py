@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 
 from fedprompt.config import Config, FederationConfig
-from fedprompt.engines.client import Reply
 from fedprompt.errors import ConfigError, broken
 from fedprompt.evaluation.metrics import ClientResult, summarise
 from fedprompt.federation import wire
 from fedprompt.federation.aggregate import shares, weighted_mean
+from fedprompt.federation.messages import Reply
 from fedprompt.federation.store import RoundRecord, RunStore
 from fedprompt.method import Method, Server, Upload, World
 from fedprompt.roles import Tensors

@@ -24,10 +24,11 @@ from support import (
 
 import fedprompt.experiment
 from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime, Reply
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
 from fedprompt.engines.inprocess import InProcess
 from fedprompt.errors import ConfigError
+from fedprompt.federation.messages import Reply
 from fedprompt.federation.rounds import sample_newcomers
 from fedprompt.federation.states import ClientStates
 from fedprompt.roles import Tensors
