@@ -35,7 +35,7 @@ def settings(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         }
         for key, value in changes.items():
             whole = key in ("method", "variant", "sweep") or not isinstance(value, dict)
-            values[key] = value if whole else {**values[key], **value}
+            values[key] = value if whole else {**values.get(key, {}), **value}
         return values
 
     return make

@@ -63,6 +63,10 @@ class HypernetworkUser(Method):
     def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         return {**local, "prompt": local["own_prompt"]}
 
+    @property
+    def sums_suffice(self) -> bool:
+        return False
+
     def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
         own = {name: tensor.detach().requires_grad_() for name, tensor in server.own.items()}
         pull = torch.stack(
@@ -199,6 +203,10 @@ class ExpertsUser(FedVPT):
 
     def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         return {**received, **local, "prompt": local["last_prompt"]}
+
+    @property
+    def sums_suffice(self) -> bool:
+        return False
 
     def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
         averaged = super().aggregate(world, server, uploads, combine)

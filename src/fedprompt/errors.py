@@ -3,6 +3,8 @@
 The command line prints the message alone and exits with the code; `docs/cli.md` lists the codes.
 """
 
+LONGEST_VALUE = 1000  #: characters of a bad value that a message shows
+
 
 class FedpromptError(Exception):
     """Anything that goes wrong in a way a user can act on."""
@@ -60,4 +62,5 @@ class QuorumError(FedpromptError):
 
 def broken(field: str, rule: str, value: object) -> str:
     """The one way a bad value is reported: `federation.fraction must be in (0, 1], got 1.5`."""
-    return f"{field} must {rule}, got {value!r}"
+    shown = repr(value)
+    return f"{field} must {rule}, got {shown if len(shown) <= LONGEST_VALUE else shown[:LONGEST_VALUE] + '...'}"

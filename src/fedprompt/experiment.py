@@ -30,9 +30,11 @@ from fedprompt.errors import RunError
 from fedprompt.evaluation.base_to_novel import BaseToNovel, remember, require_names
 from fedprompt.evaluation.label_check import check_labels, warning
 from fedprompt.evaluation.novel_figures import stored_figures
-from fedprompt.federation.rounds import Federation, Observer, absences, sample_newcomers
+from fedprompt.federation.compatibility import check_protections
+from fedprompt.federation.rounds import Federation, Observer
+from fedprompt.federation.sampling import absences, sample_newcomers
 from fedprompt.federation.states import ClientStates
-from fedprompt.federation.store import FILE, RunStore
+from fedprompt.federation.store import FILE, RunReader, RunStore
 from fedprompt.method import Method, World
 from fedprompt.roles import Tensors
 from fedprompt.run import Run
@@ -65,8 +67,7 @@ class Experiment:
             torch.set_num_threads(config.output.threads)
         source, manifest, backbone, world = self.prepare()
         frozen = backbone.digest()
-        pixels = ImageStore(source, backbone.shape.image_size, config.data.resize, self.cache)
-        bank = ImageBank(source, manifest, pixels, backbone)
+        bank = self.bank(source, manifest, backbone)
         store = self._open_store(source, manifest, frozen, world, bank)
         observer = observer or Observer()
         try:
@@ -104,9 +105,15 @@ class Experiment:
         self.method.check(world, config.train)
         absences(config.federation, names, world.newcomers)  # raises where they cannot be met
         world = replace(world, roles=self.method.init(world, stream(config.seed, 0, SERVER, "init")))
+        check_protections(config, self.method, world.roles)
         if novel is not None:
             require_names(self.method, world, novel, backbone, config)
         return source, manifest, backbone, world
+
+    def bank(self, source: Source, manifest: Manifest, backbone: ViT) -> ImageBank:
+        """Every client's images as the backbone wants them."""
+        pixels = ImageStore(source, backbone.shape.image_size, self.config.data.resize, self.cache)
+        return ImageBank(source, manifest, pixels, backbone)
 
     def _novel_test(
         self,
@@ -173,13 +180,12 @@ class Experiment:
         if not (directory / FILE).exists():
             return self._create_store(facts, world, bank)
         store = RunStore(directory)
-        for fact, what in (("backbone", "weights of the backbone"), ("manifest", "partition of the data")):
-            if store.fact(fact) != facts[fact]:
-                store.close()
-                raise RunError(
-                    f"run {str(directory)!r} cannot be resumed: the {what} are not the ones it was started with; "
-                    "give the new run another name=, or delete the directory"
-                )
+        try:
+            advice = "; give the new run another name=, or delete the directory"
+            require_same_ground(store, frozen, manifest, "resumed", advice)
+        except RunError:
+            store.close()
+            raise
         if store.fact("versions") != facts["versions"]:
             store.note(len(store.rounds()), None, "resumed", f"with other versions: {json.dumps(facts['versions'])}")
         return store
@@ -194,6 +200,16 @@ class Experiment:
         if told is not None:
             store.note(0, None, "label_check", told)
         return store
+
+
+def require_same_ground(stored: RunReader, frozen: str, manifest: Manifest, verb: str, advice: str = "") -> None:
+    """Raise unless a run rests on this backbone, known by its digest, and on this partition."""
+    now = {"backbone": frozen, "manifest": json.loads(manifest.to_json())}
+    for fact, what in (("backbone", "weights of the backbone"), ("manifest", "partition of the data")):
+        if stored.fact(fact) != now[fact]:
+            raise RunError(
+                f"run {str(stored.directory)!r} cannot be {verb}: the {what} are not the ones it was started with{advice}"
+            )
 
 
 def _versions() -> dict[str, str]:

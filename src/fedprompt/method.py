@@ -195,9 +195,14 @@ class Upload:
 
 
 class Combine(Protocol):
-    """How tensors of a cohort become one set: a weighted mean unless the federation is told otherwise."""
+    """How tensors of a cohort become one set: a weighted mean unless the federation is told otherwise.
 
-    def __call__(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> Tensors: ...
+    Clients of weight 0 do not take part. `around` holds the same tensors before the round, where there are any.
+    """
+
+    def __call__(
+        self, tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None
+    ) -> Tensors: ...
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,15 @@ class Method:
     @property
     def starts_as_received(self) -> bool:
         """Whether local training begins at the shared tensors as they came, which SCAFFOLD's correction takes for granted."""
+        return True
+
+    @property
+    def sums_suffice(self) -> bool:
+        """Whether `survey` and `aggregate` need of a cohort only the mean of its shared tensors and the sums of its statistics.
+
+        Where that is so, one upload that stands for the whole cohort is as good as theirs, and the server need not see any
+        client's own: secure sums and noise on sums are possible.
+        """
         return True
 
     @property
@@ -298,7 +312,7 @@ class Method:
 
     def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
         tensors = [pick(upload.tensors, server.shared) for upload in uploads]
-        return Server(combine(tensors, [upload.weight for upload in uploads]), server.own, server.round)
+        return Server(combine(tensors, [upload.weight for upload in uploads], server.shared), server.own, server.round)
 
     def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         return ()

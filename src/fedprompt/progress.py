@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fedprompt.config import Config
 from fedprompt.evaluation.label_check import sentence, warning
-from fedprompt.federation.messages import Reply
+from fedprompt.federation.messages import Failure, Reply
 from fedprompt.federation.rounds import Observer
 from fedprompt.federation.store import RoundRecord
 
@@ -56,6 +56,16 @@ class LiveProgress(Observer):
     def trained(self, round: int, reply: Reply) -> None:
         self._show(
             doing=f"trained {self._names[reply.client]}", loss="-" if reply.loss is None else f"{reply.loss:.4f}"
+        )
+
+    def refused(self, round: int, failure: Failure) -> None:
+        known = 0 <= failure.client < len(self._names)
+        who = self._names[failure.client] if known else f"client {failure.client}"
+        self._console.print(
+            f"  round {round}: refused {who} ({failure.rule}: {failure.value})",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
 
     def evaluated(self, round: int, done: int, of: int) -> None:

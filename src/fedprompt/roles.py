@@ -37,6 +37,7 @@ class Statistic:
     when: Literal["start", "round"] = "round"
     count: str | None = None
     minimum: int = 1
+    choice: bool = False  #: says which, not how much: noise would make nonsense of it
 
 
 @dataclass(frozen=True)

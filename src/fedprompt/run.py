@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from fedprompt import config as configuration
 from fedprompt.config import Config
 from fedprompt.evaluation.metrics import conclude
-from fedprompt.federation.store import RoundRecord, RunReader
+from fedprompt.federation.store import REFUSED, RoundRecord, RunReader
 
 
 class Run:
@@ -62,8 +63,14 @@ class Run:
             **conclude(self.history(), settings.federation.evaluate_last),
             "bytes_down": sum(record.bytes_down for record in records),
             "bytes_up": sum(record.bytes_up for record in records),
+            "refused": self.refused(),
             "seconds": seconds,
         }
+
+    def refused(self) -> dict[str, int]:
+        """How many updates the guard kept out, by rule."""
+        rules = [json.loads(detail)["rule"] for _, _, kind, detail in self.reader.events() if kind == REFUSED]
+        return {rule: rules.count(rule) for rule in sorted(set(rules))}
 
     def client_accuracies(self, round: int | None = None) -> dict[str, float]:
         """Test accuracy by client name, of one evaluated round (the last one when not given)."""

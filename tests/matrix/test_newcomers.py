@@ -8,7 +8,7 @@ import pytest
 from support import StopAfter, Stopped, content, run
 
 from fedprompt import registry
-from fedprompt.federation.rounds import sample_newcomers
+from fedprompt.federation.sampling import sample_newcomers
 from fedprompt.method import Method
 from fedprompt.methods.fedvpt import FedVPT
 

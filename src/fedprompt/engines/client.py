@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from fedprompt.errors import ContractError, DivergenceError
 from fedprompt.evaluation.metrics import ClientResult
 from fedprompt.evaluation.scoring import score
 from fedprompt.federation import wire
+from fedprompt.federation.attacks import corrupted, flipped
 from fedprompt.federation.messages import Reply
+from fedprompt.federation.sampling import sample_attackers
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Client, Method, Progress, Seen, Stage, World
 from fedprompt.prompts.contexts import Position, TextContext
@@ -149,11 +151,28 @@ class ClientRuntime:
         self.config, self.world, self.method = config, world, method
         self.bank, self.states, self.domain_names = bank, states, tuple(domain_names)
 
+    @cached_property
+    def attackers(self) -> frozenset[int]:
+        """Clients that are malicious, where the config simulates some."""
+        participants = [client for client in range(self.world.clients) if client not in self.world.newcomers]
+        return sample_attackers(self.config.attack, self.config.seed, participants)
+
+    def attacks(self, client: int, kind: str) -> bool:
+        return self.config.attack is not None and self.config.attack.kind == kind and client in self.attackers
+
     def train(self, round: int, client: int, received: Tensors) -> Reply:
+        """What a client sends after one participation; a malicious one sends something else."""
+        reply = self._participate(round, client, received)
+        if self.config.attack is None or client not in self.attackers:
+            return reply
+        return corrupted(reply, wire.started_from(received, self.world.roles.shared), self.config.attack)
+
+    def _participate(self, round: int, client: int, received: Tensors) -> Reply:
         """One participation: begin, the stages, finish. What stays local goes to the client's state."""
         who = self._client(client, round)
         params = self.method.begin(self.world, who, received, self._local(client, who))
-        params, progress, loss = self._run(self.method.stages(self.world, self.config.train), params, round, client, "")
+        stages = () if self.attacks(client, "free_rider") else self.method.stages(self.world, self.config.train)
+        params, progress, loss = self._run(stages, params, round, client, "")
         upload, local = self.method.finish(self.world, who, received, params, progress)
         wire.audit_local(local, self.world.roles, who.name)
         upload = {**upload, **self._statistics("round", round, client, params, given=upload)}
@@ -228,7 +247,7 @@ class ClientRuntime:
         self, stages: Sequence[Stage], params: Tensors, round: int, client: int, purpose: str, fitting: bool = False
     ) -> tuple[Tensors, Progress, float | None]:
         """Train the stages; `fitting` before an evaluation is no part of the schedule and starts at the full rates."""
-        everything, train = self.bank.images(client, "train"), self.config.train
+        everything, train = self._training_images(client), self.config.train
         steps, losses, seen = 0, 0.0, 0
         sizes: dict[str, float] = {}
         for stage in stages:
@@ -271,6 +290,12 @@ class ClientRuntime:
             steps += number
         return params, Progress(steps, sizes), losses / seen if seen else None
 
+    def _training_images(self, client: int) -> Images:
+        images = self.bank.images(client, "train")
+        if self.attacks(client, "label_flip"):
+            return replace(images, labels=flipped(images.labels, self.world.classes))
+        return images
+
     def _share(self, images: Images, stage: Stage, client: int) -> Images:
         if stage.share == (0.0, 1.0):
             return images
@@ -284,7 +309,7 @@ class ClientRuntime:
         }
         if not declared:
             return {}
-        images = self.bank.images(client, "train")
+        images = self._training_images(client)
         generator = stream(self.config.seed, round, client, "statistics")
         totals = {name: torch.zeros(statistic.shape, dtype=torch.float64) for name, statistic in declared.items()}
         with torch.no_grad():
@@ -298,7 +323,7 @@ class ClientRuntime:
         return {name: total.float() for name, total in wire.withhold_small(totals, declared).items()}
 
     def _client(self, client: int, round: int) -> Client:
-        images = self.bank.images(client, "train")
+        images = self._training_images(client)
 
         def loss(params: Tensors) -> float:
             generator = stream(self.config.seed, round, client, "probe")

@@ -1,13 +1,30 @@
-"""Pure functions that turn the tensors of a cohort into one set."""
+"""Pure functions that turn the tensors of a cohort into one set.
+
+The weighted mean trusts everybody. The robust rules count each client once and read all of its tensors as one vector x_i of D numbers, in
+double precision; n is the number of clients that take part and f = floor(malicious * n) the number of them that may be malicious. A client
+whose weight is 0 takes no part, nor does one with a value that is not finite. Where nobody is left, every rule is the weighted mean.
+Robust rules put the vectors in lexicographic order first: the order of clients changes no bit of a result, and the first vector wins a tie.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fedprompt.errors import ContractError, broken
 from fedprompt.roles import Tensors
+
+if TYPE_CHECKING:
+    from fedprompt.config import AggregationConfig
+    from fedprompt.method import Combine
+
+STEPS = 1000  #: of the search for a geometric median, at most
+PRECISION = 1e-12  #: of that search, relative to the usual distance between clients
 
 
 def shares(sizes: Sequence[float]) -> list[float]:
@@ -20,7 +37,22 @@ def shares(sizes: Sequence[float]) -> list[float]:
     return [size / total for size in sizes]
 
 
-def weighted_mean(tensors: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
+def rule(settings: AggregationConfig) -> Combine:
+    """The function a config asks for."""
+    malicious, radius = settings.malicious, settings.radius
+    rules: dict[str, Combine] = {
+        "mean": weighted_mean,
+        "median": median,
+        "trimmed_mean": partial(trimmed_mean, malicious=malicious),
+        "krum": partial(krum, malicious=malicious),
+        "multi_krum": partial(multi_krum, malicious=malicious),
+        "geometric_median": geometric_median,
+        "clipped_mean": partial(clipped_mean, radius=radius),
+    }
+    return rules[settings.rule]
+
+
+def weighted_mean(tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None) -> Tensors:
     """The weighted mean of each named tensor. Summed in double precision; the caller fixes the order of clients."""
     if not tensors:
         raise ContractError("aggregation must have at least one upload, got none")
@@ -31,3 +63,142 @@ def weighted_mean(tensors: Sequence[Tensors], weights: Sequence[float]) -> Tenso
             total += weight * part[name].to("cpu", torch.float64)
         result[name] = total.to(first.dtype).to(first.device)
     return result
+
+
+def median(tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None) -> Tensors:
+    """The median of every number by itself; of an even cohort, the mean of the two in the middle."""
+    return _robust(tensors, weights, _middle)
+
+
+def trimmed_mean(
+    tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None, *, malicious: float
+) -> Tensors:
+    """The mean of every number by itself without its f smallest and its f largest values."""
+
+    def estimate(rows: Tensor) -> Tensor:
+        cut = _most_malicious(malicious, len(rows))
+        return rows.sort(0).values[cut : len(rows) - cut].mean(0)
+
+    return _robust(tensors, weights, estimate)
+
+
+def krum(
+    tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None, *, malicious: float
+) -> Tensors:
+    """The vector of the one client with the lowest score, see `krum_order`. Its promise needs n > 2f + 2."""
+    return _robust(tensors, weights, lambda rows: rows[krum_order(rows, _most_malicious(malicious, len(rows)))[0]])
+
+
+def multi_krum(
+    tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None, *, malicious: float
+) -> Tensors:
+    """The mean of the n - f clients with the lowest scores, see `krum_order`."""
+
+    def estimate(rows: Tensor) -> Tensor:
+        f = _most_malicious(malicious, len(rows))
+        best = krum_order(rows, f)[: len(rows) - f]
+        return rows[best.sort().values].mean(0)
+
+    return _robust(tensors, weights, estimate)
+
+
+def krum_order(rows: Tensor, f: int) -> Tensor:
+    """Rows (n, D) by rising score: sum_j |x_i - x_j|^2 over the n - f - 2 others nearest to x_i (Blanchard et al. 2017), at least one."""
+    squares = torch.stack([(rows - row).square().sum(1) for row in rows])
+    others = squares.fill_diagonal_(math.inf).sort(1).values[:, : max(1, len(rows) - f - 2)]
+    return others.sum(1).argsort(stable=True)
+
+
+def geometric_median(tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None) -> Tensors:
+    """The vector with the smallest sum of distances to those of the clients, see `geometric_centre`."""
+    return _robust(tensors, weights, geometric_centre)
+
+
+def geometric_centre(rows: Tensor) -> Tensor:
+    """argmin_z sum_i |x_i - z| over rows (n, D), by Weiszfeld's iteration with the step of Vardi and Zhang (2000).
+
+    Let m be the number of rows z lies on, and R = sum_i (x_i - z) / |x_i - z| the pull of the others. z is a minimum where |R| <= m, so
+    that a row more than half of the clients share is found exactly; from anywhere else it moves to
+
+        z + (1 - m / |R|) R / sum_i 1 / |x_i - z|.
+
+    The search begins at the best row, or the mean of all equally good ones (the middle, where the minimum is a whole line segment). Every
+    step lowers the sum, so that no other row can hold it up. z is kept as shares of the rows, and distances are measured in the n
+    dimensions the rows span.
+    """
+    points, counts = torch.unique(rows, dim=0, return_counts=True)
+    counts = counts.to(rows)
+    spanned = torch.linalg.qr((points - _middle(points)).T).R.T  # (n, at most n), rotated
+    distances = torch.cdist(spanned, spanned, compute_mode="donot_use_mm_for_euclid_dist")
+    totals = distances @ counts
+    best = totals <= totals.min() * (1 + PRECISION)
+    parts = best / best.sum(dtype=rows.dtype)
+    close = PRECISION * distances[best][0].sort().values[len(points) // 2]
+    for _ in range(STEPS):
+        away = spanned - parts @ spanned
+        lengths = torch.linalg.vector_norm(away, dim=1)
+        here = lengths <= close
+        pulls = torch.where(here, 0.0, counts / lengths)
+        pull, held = torch.linalg.vector_norm(pulls @ away), counts[here].sum()
+        if not (pull - held) / pulls.sum() > close:  # the length of the step; not positive at a minimum
+            break
+        moving = 1 - held / pull
+        parts = moving * pulls / pulls.sum() + (1 - moving) * parts
+    return parts @ points
+
+
+def clipped_mean(
+    tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None, *, radius: float
+) -> Tensors:
+    """c + mean_i min(1, radius / |x_i - c|) (x_i - c), where c is `around`; the median of tensors that it lacks or has in another shape."""
+
+    def estimate(rows: Tensor) -> Tensor:
+        centre = _split(_middle(rows), tensors[0])
+        for name, tensor in (around or {}).items():
+            if name in centre and centre[name].shape == tensor.shape:
+                centre[name] = tensor
+        origin = _flat(centre)
+        changes = rows - origin
+        lengths = torch.linalg.vector_norm(changes, dim=1, keepdim=True)
+        return origin + (changes * (radius / lengths).clamp_max(1)).mean(0)
+
+    return _robust(tensors, weights, estimate)
+
+
+def _robust(tensors: Sequence[Tensors], weights: Sequence[float], estimate: Callable[[Tensor], Tensor]) -> Tensors:
+    """What `estimate` makes of the rows (n, D) of those who take part, as tensors like those of the first client."""
+    shapes = [{name: tensor.shape for name, tensor in part.items()} for part in tensors]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ContractError(broken("aggregation", "have the same names and shapes from every client", shapes))
+    members = [_flat(part) for part, weight in zip(tensors, weights, strict=True) if weight > 0]
+    members = [row for row in members if row.numel() and bool(row.isfinite().all())]
+    if not members:
+        return weighted_mean(tensors, weights)
+    rows = torch.stack(members)
+    places = torch.unique(rows, dim=0, return_inverse=True)[1]
+    found = _split(estimate(rows[places.argsort()]), tensors[0])
+    return {name: found[name].to(first.dtype).to(first.device) for name, first in tensors[0].items()}
+
+
+def _middle(rows: Tensor) -> Tensor:
+    """The median of each column; torch's own would be the lower of the two in the middle."""
+    ordered = rows.sort(0).values
+    return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
+
+
+def _most_malicious(share: float, clients: int) -> int:
+    """floor(share * clients) whatever binary fractions make of the product (0.29 of 100 are 29), and fewer than half."""
+    return min(math.floor(share * clients + 1e-9), (clients - 1) // 2)
+
+
+def _flat(tensors: Tensors) -> Tensor:
+    """All numbers of a client as one vector (D), tensors by name."""
+    parts = [tensors[name].to("cpu", torch.float64).flatten() for name in sorted(tensors)]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
+
+
+def _split(vector: Tensor, like: Tensors) -> Tensors:
+    """The inverse of `_flat`, still in double precision."""
+    names = sorted(like)
+    parts = vector.split([like[name].numel() for name in names])
+    return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}

@@ -1,36 +1,39 @@
-"""The loop: sample, train, audit, aggregate, evaluate, commit."""
+"""The loop: sample, train, guard, aggregate, evaluate, commit."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
-
 from fedprompt.config import Config, FederationConfig
-from fedprompt.errors import ConfigError, broken
+from fedprompt.errors import DivergenceError, FedpromptError, QuorumError
 from fedprompt.evaluation.metrics import ClientResult, summarise
 from fedprompt.federation import wire
-from fedprompt.federation.aggregate import shares, weighted_mean
-from fedprompt.federation.messages import Reply
-from fedprompt.federation.store import RoundRecord, RunStore
-from fedprompt.method import Method, Server, Upload, World
+from fedprompt.federation.aggregate import rule, shares
+from fedprompt.federation.guard import Admitted, Guard
+from fedprompt.federation.messages import COHORT, Failure, Reply
+from fedprompt.federation.sampling import absences, sample_attackers, sample_cohort
+from fedprompt.federation.store import REFUSED, Event, RoundRecord, RunStore
+from fedprompt.method import Combine, Method, Server, Upload, World
 from fedprompt.roles import Tensors
-from fedprompt.streams import SERVER, stream
 
 
 class Engine(Protocol):
     """Where clients run. `download` gives the audited tensors of one client."""
 
-    def survey(self, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply]: ...
-    def train(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply]: ...
+    def survey(self, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply | Failure]: ...
+    def train(
+        self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]
+    ) -> Iterator[Reply | Failure]: ...
     def evaluate(
         self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]
     ) -> Iterator[tuple[int, ClientResult]]: ...
+    def discard(self, clients: Iterable[int]) -> None: ...
     def take_states(self) -> dict[int, bytes]: ...
 
 
@@ -41,57 +44,10 @@ class Observer:
     def checked(self, check: Mapping[str, Any]) -> None: ...
     def cohort(self, round: int, clients: Sequence[int]) -> None: ...
     def trained(self, round: int, reply: Reply) -> None: ...
+    def refused(self, round: int, failure: Failure) -> None: ...
     def evaluated(self, round: int, done: int, of: int) -> None: ...
     def committed(self, record: RoundRecord) -> None: ...
     def finished(self) -> None: ...
-
-
-def sample_cohort(
-    seed: int, round: int, clients: Sequence[int], fraction: float, away: Collection[int] = ()
-) -> list[int]:
-    """At least one of the clients, in ascending order: the order of work must not matter, so it is not random.
-
-    Clients that are away lose their places and nobody takes them, so the others take part in the rounds they would
-    have taken part in anyway; only a cohort in which all are away is replaced by one client that is there.
-    """
-    count = max(1, round_half_up(fraction * len(clients)))
-    drawn = torch.randperm(len(clients), generator=stream(seed, round, SERVER, "cohort")).tolist()
-    present = [place for place in range(len(drawn)) if clients[drawn[place]] not in away]
-    chosen = [place for place in present if place < count] or present[:1]
-    return sorted(clients[drawn[place]] for place in chosen)
-
-
-def absences(settings: FederationConfig, client_names: Sequence[str], newcomers: Collection[int]) -> dict[int, range]:
-    """The rounds in which each absent client cannot be picked, by client number."""
-    found = {}
-    for name, (first, last) in settings.away.items():
-        if name not in client_names:
-            some = ", ".join(client_names[:8]) + (", ..." if len(client_names) > 8 else "")
-            raise ConfigError(broken("federation.away", f"name clients of the partition ({some})", name))
-        if client_names.index(name) in newcomers:
-            raise ConfigError(broken("federation.away", "name clients that are not held out of training", name))
-        if first > settings.rounds:
-            raise ConfigError(broken(f"federation.away.{name}", f"begin within the {settings.rounds} rounds", first))
-        found[client_names.index(name)] = range(first, last + 1)
-    taking_part = len(client_names) - len(newcomers)
-    for round in range(1, settings.rounds + 1):
-        if sum(round in rounds for rounds in found.values()) == taking_part:
-            raise ConfigError(broken("federation.away", "leave a client to train in every round", f"none in {round}"))
-    return found
-
-
-def sample_newcomers(seed: int, clients: int, share: float) -> frozenset[int]:
-    """The clients that are held out for a whole run; at least one stays in, and one is held out if any share is asked for."""
-    if not share:
-        return frozenset()
-    if clients < 2:
-        raise ConfigError(broken("federation.held_out", "be 0 where there is only one client", share))
-    count = min(max(1, round_half_up(share * clients)), clients - 1)
-    return frozenset(torch.randperm(clients, generator=stream(seed, 0, SERVER, "held_out"))[:count].tolist())
-
-
-def round_half_up(value: float) -> int:
-    return int(value + 0.5)
 
 
 def is_evaluated(round: int, settings: FederationConfig) -> bool:
@@ -134,8 +90,18 @@ class Federation:
 
     @property
     def tested(self) -> list[int]:
-        """The clients that are evaluated: those held out if there are any, else all."""
-        return sorted(self.world.newcomers) or self.participants
+        """The clients that are evaluated: those held out if there are any, else all that are honest."""
+        attackers = sample_attackers(self.config.attack, self.config.seed, self.participants)
+        honest = [client for client in self.participants if client not in attackers]
+        return sorted(self.world.newcomers) or honest
+
+    @cached_property
+    def guard(self) -> Guard:
+        return Guard(self.config.guard, self.world.roles)
+
+    @cached_property
+    def combine(self) -> Combine:
+        return rule(self.config.aggregation)
 
     @cached_property
     def away(self) -> dict[int, range]:
@@ -153,47 +119,112 @@ class Federation:
         roles, clock = self.world.roles, Clock()
         server = _in_order(Server(roles.shared, roles.server))
         sent: dict[int, int] = {}
-        replies: list[Reply] = []
+        admitted = Admitted([], [])
         if roles.statistics("start"):
             with clock.phase("survey"):
-                replies = self._audited(self.engine.survey(self.participants, self._downloads(server, sent)), "start")
-                server = _in_order(self.method.survey(self.world, server, self._uploads(replies)))
-        bytes_up = sum(wire.size_in_bytes(reply.upload) for reply in replies)
-        self._commit(server, RoundRecord(0, [], None, sum(sent.values()), bytes_up, None, clock.seconds), {})
+                arriving = self.engine.survey(self.participants, self._downloads(server, sent))
+                admitted = self._admitted(arriving, 0, self.participants, server)
+                if not self._has_quorum(admitted, self.participants):
+                    raise self._no_quorum(0, self.participants, admitted, _events(admitted))
+                uploads, _ = self._uploads(admitted.replies)
+                server = _in_order(self.method.survey(self.world, server, uploads))
+        record = RoundRecord(0, [], None, sum(sent.values()), self._bytes_up(admitted, "start"), None, clock.seconds)
+        self._commit(server, record, {}, _events(admitted))
         return server
 
     def _round(self, server: Server, round: int) -> Server:
-        settings, clock = self.config.federation, Clock()
-        away = {client for client, rounds in self.away.items() if round in rounds}
-        cohort = sample_cohort(self.config.seed, round, self.participants, settings.fraction, away)
-        self.observer.cohort(round, cohort)
-        sent: dict[int, int] = {}
-        with clock.phase("train"):
-            arriving = self.engine.train(round, cohort, self._downloads(server, sent))
-            replies = self._audited(self._watched(round, arriving), "round")
-        with clock.phase("aggregate"):
-            server = self.method.aggregate(self.world, server, self._uploads(replies), weighted_mean)
-            server = _in_order(replace(server, round=round))
+        clock = Clock()
+        trained = self._trained(server, round, clock)
+        events = list(trained.events)
+        if trained.admitted.replies:
+            with clock.phase("aggregate"):
+                uploads, capped = self._uploads(trained.admitted.replies)
+                server = self.method.aggregate(self.world, server, uploads, self.combine)
+                events += [Event(each.client, "capped", each.value) for each in capped]
+        server = _in_order(replace(server, round=round))
         results: dict[int, ClientResult] = {}
-        if is_evaluated(round, settings):
+        if is_evaluated(round, self.config.federation):
             with clock.phase("evaluate"):
                 for client, result in self.engine.evaluate(round, self.tested, self._downloads(server)):
                     results[client] = result
                     self.observer.evaluated(round, len(results), len(self.tested))
-        trained = [reply for reply in replies if reply.loss is not None]
-        samples = sum(reply.samples for reply in trained)
         record = RoundRecord(
             round=round,
-            cohort=cohort,
-            loss=sum((reply.loss or 0.0) * reply.samples for reply in trained) / samples if trained else None,
-            bytes_down=sum(sent.values()),
-            bytes_up=sum(wire.size_in_bytes(reply.upload) for reply in replies),
+            cohort=trained.cohort,
+            loss=_mean_loss(trained.admitted.replies),
+            bytes_down=trained.bytes_down,
+            bytes_up=self._bytes_up(trained.admitted, "round"),
             summary=summarise(results[client] for client in sorted(results)) if results else None,
             seconds=clock.seconds,
         )
-        self._commit(server, record, results)
+        self._commit(server, record, results, events)
         self.observer.committed(record)
         return server
+
+    def _trained(self, server: Server, round: int, clock: Clock) -> Trained:
+        """Replies of a quorum. A round that has none is tried again with another cohort, as often as the guard allows."""
+        events: list[Event] = []
+        attempts = 1 + self.config.guard.repeats
+        for attempt in range(attempts):
+            cohort = self._cohort(round, attempt)
+            self.observer.cohort(round, cohort)
+            sent: dict[int, int] = {}
+            with clock.phase("train"):
+                arriving = self.engine.train(round, cohort, self._downloads(server, sent))
+                admitted = self._admitted(self._watched(round, arriving), round, cohort, server)
+            events += _events(admitted)
+            if self._has_quorum(admitted, cohort):
+                accepted = {reply.client for reply in admitted.replies}
+                self.engine.discard({each.client for each in admitted.refused} - accepted)
+                return Trained(cohort, admitted, sum(sent.values()), tuple(events))
+            self.engine.discard(cohort)
+            if attempt + 1 < attempts:
+                events.append(Event(None, "repeated", f"{admitted.answered(cohort)} of {len(cohort)} updates accepted"))
+        raise self._no_quorum(round, cohort, admitted, events)
+
+    def _cohort(self, round: int, attempt: int) -> list[int]:
+        settings = self.config.federation
+        away = {client for client, rounds in self.away.items() if round in rounds}
+        poisson = settings.sampling == "poisson"
+        return sample_cohort(self.config.seed, round, self.participants, settings.fraction, away, attempt, poisson)
+
+    def _admitted(
+        self, arriving: Iterable[Reply | Failure], round: int, cohort: Sequence[int], server: Server
+    ) -> Admitted:
+        def reference(client: int) -> Tensors:
+            received = {} if client == COHORT else self.method.download(self.world, server, client)
+            return wire.started_from(received, server.shared)
+
+        admitted = self.guard.admit(arriving, round, cohort, reference, self.config.federation.secure_sum)
+        for each in admitted.refused:
+            self.observer.refused(round, each)
+        return admitted
+
+    def _has_quorum(self, admitted: Admitted, cohort: Sequence[int]) -> bool:
+        return admitted.answered(cohort) >= self.guard.quorum(cohort)
+
+    def _no_quorum(
+        self, round: int, cohort: Sequence[int], admitted: Admitted, events: Sequence[Event]
+    ) -> FedpromptError:
+        """The error that ends the run with its state intact; what was found out about the refused updates is kept."""
+        for event in events:
+            self.store.note(round, event.client, event.kind, event.detail)
+        diverged = admitted.refused and all(each.rule == "finite" for each in admitted.refused)
+        found = "; ".join(f"{self._name(each.client)}: {each.value}" for each in admitted.refused[:3])
+        return (DivergenceError if diverged else QuorumError)(
+            f"round {round} must have {self.guard.quorum(cohort)} accepted updates of {len(cohort)} (guard.quorum), "
+            f"got {admitted.answered(cohort)}: {found}"
+        )
+
+    def _name(self, client: int) -> str:
+        return self.world.client_names[client] if 0 <= client < self.world.clients else f"client {client}"
+
+    def _bytes_up(self, admitted: Admitted, when: str) -> int:
+        """What the values of accepted updates weighed; in a secure sum every number is eight bytes wide."""
+        if self.config.federation.secure_sum:
+            numbers = sum(tensor.numel() for reply in admitted.replies for tensor in reply.upload.values())
+            return 8 * numbers * admitted.answered(self.participants)
+        return sum(wire.size_in_bytes(reply.upload) for reply in admitted.replies)
 
     def _downloads(self, server: Server, sent: dict[int, int] | None = None) -> Callable[[int], Tensors]:
         """What each client receives, audited; `sent` notes how many bytes that was."""
@@ -207,32 +238,53 @@ class Federation:
 
         return download
 
-    def _audited(self, replies: Iterable[Reply], when: str) -> list[Reply]:
-        """Every reply held against the declared roles, in the order of clients whatever the order of arrival."""
-        checked = []
-        for reply in replies:
-            wire.audit_upload(reply.upload, self.world.roles, self.world.client_names[reply.client], when)
-            checked.append(reply)
-        return sorted(checked, key=lambda reply: reply.client)
+    def _uploads(self, replies: Sequence[Reply]) -> tuple[list[Upload], list[Failure]]:
+        """What the method aggregates, and whose claim of images was cut."""
+        claims, capped = self.guard.weights(replies)
+        if self.config.federation.weighting == "uniform":
+            claims, capped = [1.0] * len(replies), []
+        weights = shares(claims)
+        uploads = [Upload(reply.client, reply.upload, weight) for reply, weight in zip(replies, weights, strict=True)]
+        return uploads, capped
 
-    def _uploads(self, replies: Sequence[Reply]) -> list[Upload]:
-        uniform = self.config.federation.weighting == "uniform"
-        weights = shares([1.0 if uniform else float(reply.samples) for reply in replies])
-        return [Upload(reply.client, reply.upload, weight) for reply, weight in zip(replies, weights, strict=True)]
+    def _watched(self, round: int, arriving: Iterable[Reply | Failure]) -> Iterator[Reply | Failure]:
+        for message in arriving:
+            if isinstance(message, Reply):
+                self.observer.trained(round, message)
+            yield message
 
-    def _watched(self, round: int, replies: Iterable[Reply]) -> Iterator[Reply]:
-        for reply in replies:
-            self.observer.trained(round, reply)
-            yield reply
-
-    def _commit(self, server: Server, record: RoundRecord, results: dict[int, ClientResult]) -> None:
+    def _commit(
+        self, server: Server, record: RoundRecord, results: dict[int, ClientResult], events: Sequence[Event]
+    ) -> None:
         evaluations = {client: results[client].to_json() for client in sorted(results)}
-        self.store.commit(
-            record, wire.encode(server.shared), wire.encode(server.own), self.engine.take_states(), evaluations
-        )
+        shared, own = wire.encode(server.shared), wire.encode(server.own)
+        self.store.commit(record, shared, own, self.engine.take_states(), evaluations, events)
 
     def _placed(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.world.device) for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A round whose updates are in."""
+
+    cohort: list[int]
+    admitted: Admitted
+    bytes_down: int
+    events: tuple[Event, ...]
+
+
+def _events(admitted: Admitted) -> list[Event]:
+    """Who was refused, for the run file."""
+    return [
+        Event(each.client, REFUSED, json.dumps({"rule": each.rule, "value": each.value})) for each in admitted.refused
+    ]
+
+
+def _mean_loss(replies: Sequence[Reply]) -> float | None:
+    trained = [(reply.loss, reply.samples) for reply in replies if reply.loss is not None]
+    samples = sum(count for _, count in trained)
+    return sum(loss * count for loss, count in trained) / samples if trained else None
 
 
 def _in_order(server: Server) -> Server:

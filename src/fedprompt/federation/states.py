@@ -25,6 +25,10 @@ class ClientStates:
     def put(self, client: int, tensors: Tensors) -> None:
         self._changed[client] = wire.in_order({name: tensor.detach() for name, tensor in tensors.items()})
 
+    def discard(self, client: int) -> None:
+        """As if the client had not taken part since the last commit."""
+        self._changed.pop(client, None)
+
     def take_changes(self) -> dict[int, bytes]:
         """The states to commit with the round."""
         changes = {client: wire.encode(tensors) for client, tensors in sorted(self._changed.items())}

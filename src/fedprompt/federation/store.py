@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from fedprompt.errors import RunError, StorageError
 
 FILE = "run.db"
 VERSION = 1
+REFUSED = "refused"  #: the kind of an event that tells of an update the guard kept out
 SCHEMA = """
 CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE rounds (
@@ -42,6 +43,15 @@ class RoundRecord:
     bytes_up: int
     summary: dict[str, Any] | None  #: metrics over all clients, when the round was evaluated
     seconds: dict[str, float] = field(default_factory=dict)  #: by phase; the only thing two equal runs may differ in
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something worth knowing that is no figure of a round: whom it concerns, in a word what, and the rest as text or JSON."""
+
+    client: int | None
+    kind: str
+    detail: str
 
 
 class RunReader:
@@ -160,6 +170,7 @@ class RunStore(RunReader):
         own: bytes,
         client_states: Mapping[int, bytes],
         evaluations: Mapping[int, Mapping[str, Any]],
+        events: Sequence[Event] = (),
     ) -> None:
         """Everything a round produced, in one transaction: all of it is there afterwards, or nothing is."""
         row = {
@@ -175,6 +186,10 @@ class RunStore(RunReader):
             cursor.executemany("INSERT OR REPLACE INTO client_states VALUES (?, ?, ?)", states)
             results = [(record.round, client, json.dumps(result)) for client, result in evaluations.items()]
             cursor.executemany("INSERT INTO evaluations VALUES (?, ?, ?)", results)
+            cursor.executemany(
+                "INSERT INTO events VALUES (?, ?, ?, ?)",
+                [(record.round, event.client, event.kind, event.detail) for event in events],
+            )
 
     def note(self, round: int, client: int | None, kind: str, detail: str) -> None:
         """Something worth knowing that is no figure: who, when, what."""

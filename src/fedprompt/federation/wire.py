@@ -6,7 +6,11 @@ and statistics made from too few images do not leave the client.
 
 from __future__ import annotations
 
+import io
+import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError
@@ -14,20 +18,86 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from fedprompt.errors import ContractError, DivergenceError, RunError
+from fedprompt.errors import ContractError, DivergenceError, RunError, broken
+from fedprompt.federation.messages import COHORT, Reply
+from fedprompt.reading import strict_json
 from fedprompt.roles import Roles, Statistic, Tensors
+from fedprompt.tensor_header import FILE, MESSAGE, Header, read_header
+
+_REPLY = "fedprompt-reply-1"  #: the name under which the metadata of a message holds all that is no tensor
+_FIELDS = ("client", "round", "samples", "loss", "releases")
+_MOST = 10**18  #: what a whole number in a message must be below
 
 
 def encode(tensors: Tensors) -> bytes:
     """Safetensors bytes; equal tensors give equal bytes."""
-    return to_bytes({name: tensors[name].detach().cpu().contiguous().clone() for name in sorted(tensors)})
+    return to_bytes(_for_bytes(tensors))
 
 
-def decode(blob: bytes) -> Tensors:
+def decode(blob: bytes, limit: int | None = None) -> Tensors:
+    """Stored tensors, by name. A RunError where the bytes are damaged or more than `limit`, before anything is made of them."""
     try:
-        return in_order(from_bytes(blob))
-    except SafetensorError as error:
+        _, tensors = _checked(blob, limit, FILE)
+    except ValueError as error:
         raise RunError(f"stored tensors are damaged: {error}") from error
+    return tensors
+
+
+def pack(reply: Reply) -> bytes:
+    """A whole reply as one message; equal replies give equal bytes. A ContractError for one that `unpack` would refuse."""
+    values = {field: getattr(reply, field) for field in _FIELDS}
+    try:
+        _check_values(values)
+    except ValueError as error:
+        raise ContractError(f"message of client {reply.client!r}: {error}") from error
+    return to_bytes(_for_bytes(reply.upload), {_REPLY: json.dumps(values)})
+
+
+def unpack(blob: bytes, limit: int) -> Reply:
+    """The reply in a message of at most `limit` bytes.
+
+    A ContractError tells what is wrong with any other bytes, before a tensor is made of them. Whether the reply is
+    one that was asked for, and its values are finite, is for the guard to say.
+    """
+    try:
+        header, upload = _checked(blob, limit, MESSAGE)
+        if set(header.metadata) != {_REPLY}:
+            raise ValueError(broken("metadata", f"hold {_REPLY!r} alone", sorted(header.metadata)))
+        values = strict_json(header.metadata[_REPLY])
+        _check_values(values)
+    except ValueError as error:
+        raise ContractError(f"message is malformed: {error}") from error
+    return Reply(upload=upload, **values)
+
+
+def _check_values(values: object) -> None:
+    if not isinstance(values, dict) or set(values) != set(_FIELDS):
+        raise ValueError(broken("reply", f"have exactly {', '.join(_FIELDS)}", values))
+    for field, least in (("client", COHORT), ("round", 0), ("samples", 0), ("releases", 0)):
+        if type(values[field]) is not int or not least <= values[field] < _MOST:
+            raise ValueError(broken(field, f"be a whole number of at least {least} and below {_MOST}", values[field]))
+    loss = values["loss"]
+    if loss is not None and not (isinstance(loss, float) and math.isfinite(loss)):
+        raise ValueError(broken("loss", "be a finite number with a decimal point, or null", loss))
+
+
+def _checked(blob: bytes, limit: int | None, header_limit: int) -> tuple[Header, Tensors]:
+    """The header and the tensors of safetensors bytes; a ValueError tells the rule they break."""
+    if limit is not None and len(blob) > limit:
+        raise ValueError(f"must have at most {limit} bytes, got {len(blob)}")
+    header = read_header(io.BytesIO(blob), len(blob), header_limit)
+    try:
+        tensors = in_order(from_bytes(blob))
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
+            raise ValueError(f"tensor {name!r} must hold true or false as 1 or 0")
+    return header, tensors
+
+
+def _for_bytes(tensors: Tensors) -> Tensors:
+    return {name: tensors[name].detach().cpu().contiguous().clone() for name in sorted(tensors)}
 
 
 def in_order(tensors: Tensors) -> Tensors:
@@ -60,35 +130,59 @@ def audit_local(tensors: Tensors, roles: Roles, client: str) -> None:
         _check_finite(tensor, name, where)
 
 
-def audit_upload(tensors: Tensors, roles: Roles, client: str, when: str = "round") -> None:
+def started_from(received: Tensors, shared: Tensors) -> Tensors:
+    """The value each shared tensor had for a client before it trained: what it received under that name, else the server's."""
+    return {
+        name: received[name] if name in received and received[name].shape == tensor.shape else tensor
+        for name, tensor in shared.items()
+    }
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with an upload: the rule in a word, and a sentence."""
+
+    rule: str
+    text: str
+
+
+def find_fault(tensors: Tensors, roles: Roles, when: str = "round") -> Fault | None:
     """An upload holds exactly the declared shared tensors and statistics, with their declared shapes and finite values."""
-    where = f"upload of client {client!r}"
     for role, names in (("local", roles.local), ("server", roles.server)):
         for name in sorted(set(tensors) & set(names)):
-            raise ContractError(f"{where}: tensor {name!r} has role {role} and must never go up")
+            return Fault("keys", f"tensor {name!r} has role {role} and must never go up")
     statistics = roles.statistics(when)
     shared: Mapping[str, Tensor] = roles.shared if when == "round" else {}
     declared = {
-        **{name: tuple(tensor.shape) for name, tensor in shared.items()},
-        **{n: s.shape for n, s in statistics.items()},
+        **{name: (tuple(tensor.shape), tensor.dtype) for name, tensor in shared.items()},
+        **{name: (statistic.shape, torch.float32) for name, statistic in statistics.items()},
     }
     for name in sorted(set(tensors) - set(declared)):
-        raise ContractError(f"{where}: tensor {name!r} was not declared as shared or stat")
-    for name, shape in declared.items():
+        return Fault("keys", f"tensor {name!r} was not declared as shared or stat")
+    for name, (shape, dtype) in declared.items():
         if name not in tensors:
-            raise ContractError(f"{where}: declared tensor {name!r} is missing")
-        if tuple(tensors[name].shape) != shape:
-            raise ContractError(f"{where}: tensor {name!r} must have shape {shape}, got {tuple(tensors[name].shape)}")
-        if name in shared and tensors[name].dtype != shared[name].dtype:
-            raise ContractError(
-                f"{where}: tensor {name!r} must have dtype {shared[name].dtype}, got {tensors[name].dtype}"
-            )
-        _check_finite(tensors[name], name, where)
+            return Fault("keys", f"declared tensor {name!r} is missing")
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shape:
+            return Fault("shapes", f"tensor {name!r} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor.dtype != dtype and not (name in statistics and tensor.dtype.is_floating_point):
+            return Fault("dtypes", f"tensor {name!r} must have dtype {dtype}, got {tensor.dtype}")
+        if not torch.isfinite(tensor).all():
+            return Fault("finite", f"tensor {name!r} must be finite, got NaN or infinity")
     for name, statistic in statistics.items():
         if too_small(tensors, name, statistic).any():
-            raise ContractError(
-                f"{where}: statistic {name!r} must hold only rows of at least {statistic.minimum} images"
-            )
+            return Fault("minimum", f"statistic {name!r} must hold only rows of at least {statistic.minimum} images")
+    return None
+
+
+def audit_upload(tensors: Tensors, roles: Roles, client: str, when: str = "round") -> None:
+    """The client's own check before it sends: a method that breaks its declaration is a mistake in the method."""
+    fault = find_fault(tensors, roles, when)
+    if fault is not None:
+        where = f"upload of client {client!r}"
+        if fault.rule == "finite":
+            raise DivergenceError(f"{where}: {fault.text}; try a smaller train.lr or train.lrs")
+        raise ContractError(f"{where}: {fault.text}")
 
 
 def _check_finite(tensor: Tensor, name: str, where: str) -> None:

@@ -62,6 +62,10 @@ class FLoRA(FedLoRA):
     def rank_of(self, client: int) -> int:
         return self.ranks[client % len(self.ranks)] if self.ranks else self.rank
 
+    @property
+    def sums_suffice(self) -> bool:
+        return False  # stacks the factors of every client
+
     def init(self, world: World, generator: torch.Generator) -> Roles:
         pair = self.factors(world, self.largest_rank, generator)
         precise = torch.promote_types(world.dtype, torch.float32)  # a small change would vanish in bfloat16

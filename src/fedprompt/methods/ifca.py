@@ -56,6 +56,10 @@ class IFCA(FedVPTDeep):
                 broken("method.prompt_init", "be random with several clusters, which would be equal", self.prompt_init)
             )
 
+    @property
+    def sums_suffice(self) -> bool:
+        return False  # every client joins a cluster
+
     def init(self, world: World, generator: torch.Generator) -> Roles:
         sets = [super(IFCA, self).init(world, generator) for _ in range(self.clusters)]
         stacked = {name: torch.stack([each.shared[name] for each in sets]) for name in sets[0].shared}
@@ -63,7 +67,7 @@ class IFCA(FedVPTDeep):
         return Roles(
             local=sets[0].local,
             server=prefixed(CLUSTERS, stacked),
-            stat={**updates, CHOICE: Statistic((self.clusters,))},
+            stat={**updates, CHOICE: Statistic((self.clusters,), choice=True)},
         )
 
     def download(self, world: World, server: Server, client: int) -> Tensors:

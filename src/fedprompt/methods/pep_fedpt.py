@@ -84,6 +84,10 @@ class PEPFedPT(WithHead):
                 broken("method.class_blocks", "start behind block 0 with query inline, as CLS has seen nothing", blocks)
             )
 
+    @property
+    def sums_suffice(self) -> bool:
+        return self.class_prompt_weighting != "class_counts"
+
     def init(self, world: World, generator: torch.Generator) -> Roles:
         classes, width, patch = world.classes, world.width, world.patch
         shared = initial_prompt(self.prompt_init, 1, self.shared_tokens, width, patch, generator)

@@ -86,6 +86,10 @@ class PFedMoAP(PromptFL):
         """K, the most experts besides its own that a client can get."""
         return min(self.experts, world.clients - len(world.newcomers)) - 1
 
+    @property
+    def sums_suffice(self) -> bool:
+        return False  # keeps a pool of contexts
+
     def init(self, world: World, generator: torch.Generator) -> Roles:
         context = self.new_context(world, generator)
         gate = world.placed(prefixed(GATE, self._new_gate(world, generator)))

@@ -60,6 +60,10 @@ class PFedPG(FedVPT):
         if self.attention_heads is not None and world.width % self.attention_heads:
             raise ConfigError(broken("method.attention_heads", f"divide the width {world.width}", self.attention_heads))
 
+    @property
+    def sums_suffice(self) -> bool:
+        return False  # every client has a descriptor
+
     def init(self, world: World, generator: torch.Generator) -> Roles:
         width, depth = world.width, self.depth or world.blocks
         base = initial_prompt(self.prompt_init, depth, self.prompt_tokens, width, world.patch, generator)

@@ -62,6 +62,10 @@ class PromptFLAMP(PromptFL):
     def starts_as_received(self) -> bool:
         return False
 
+    @property
+    def sums_suffice(self) -> bool:
+        return False  # keeps a pool of contexts
+
     def init(self, world: World, generator: torch.Generator) -> Roles:
         context = self.new_context(world, generator)
         return Roles(shared={"context": context}, local={OWN: context.clone(), TRAINED: context.new_zeros(())})

@@ -121,6 +121,10 @@ class SGPT(SharedPrompts):
             rule = f"be at most the {world.blocks} blocks of the backbone"
             raise ConfigError(broken("method.query_block", rule, self.query_block))
 
+    @property
+    def sums_suffice(self) -> bool:
+        return False  # weighs clients by their choices
+
     def init(self, world: World, generator: torch.Generator) -> Roles:
         blocks = len(self.blocks_of_groups(world))
         group_prompts = vpt_init(self.groups * blocks, 1, world.width, world.patch, generator)
@@ -132,7 +136,7 @@ class SGPT(SharedPrompts):
         roles = Roles(
             shared=world.placed(shared),
             server={"counts": torch.zeros(self.groups, device=world.device)},
-            stat={"choices": Statistic((self.groups,))},
+            stat={"choices": Statistic((self.groups,), choice=True)},
         )
         return self.with_head(world, roles)
 

@@ -13,7 +13,8 @@ from support import local_tensors, run, shared_tensors
 from fedprompt.config import TrainConfig
 from fedprompt.engines.client import learning_rate, sgd_step
 from fedprompt.errors import BackboneError, ContractError, DivergenceError
-from fedprompt.federation.rounds import is_evaluated, sample_cohort
+from fedprompt.federation.rounds import is_evaluated
+from fedprompt.federation.sampling import sample_cohort
 from fedprompt.method import Client, Progress, World
 from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.roles import Tensors

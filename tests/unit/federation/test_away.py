@@ -11,7 +11,7 @@ from support import StopAfter, Stopped, content, experiment, run
 
 from fedprompt import config
 from fedprompt.errors import ConfigError
-from fedprompt.federation.rounds import sample_cohort
+from fedprompt.federation.sampling import sample_cohort
 from fedprompt.methods.coop import CoOp
 from fedprompt.run import Run
 

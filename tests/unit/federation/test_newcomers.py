@@ -29,7 +29,7 @@ from fedprompt.engines.images import ImageBank
 from fedprompt.engines.inprocess import InProcess
 from fedprompt.errors import ConfigError
 from fedprompt.federation.messages import Reply
-from fedprompt.federation.rounds import sample_newcomers
+from fedprompt.federation.sampling import sample_newcomers
 from fedprompt.federation.states import ClientStates
 from fedprompt.roles import Tensors
 

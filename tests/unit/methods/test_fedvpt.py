@@ -14,7 +14,7 @@ from support import experiment, local_tensors, run, shared_tensors, worst_differ
 from fedprompt.data.transforms import ImageStore, normalise
 from fedprompt.engines.client import step_loss
 from fedprompt.engines.images import ImageBank
-from fedprompt.federation.rounds import sample_cohort
+from fedprompt.federation.sampling import sample_cohort
 from fedprompt.streams import stream
 
 pytestmark = pytest.mark.unit

@@ -14,7 +14,7 @@ from fedprompt.engines.client import ClientRuntime, step_loss
 from fedprompt.engines.images import ImageBank
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.rounds import sample_cohort
+from fedprompt.federation.sampling import sample_cohort
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Client, Server, Upload, World
 from fedprompt.methods.fedvpt import FedVPTDeep

@@ -18,7 +18,7 @@ from fedprompt.engines.client import look, make_batch, step_loss
 from fedprompt.engines.images import ImageBank, Images
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.rounds import sample_cohort
+from fedprompt.federation.sampling import sample_cohort
 from fedprompt.method import Batch, Client, Method, Seen, Server, Upload, World
 from fedprompt.methods.fedlora import FedLoRA
 from fedprompt.methods.ffa_lora import FFALoRA

@@ -17,7 +17,7 @@ from fedprompt.data.transforms import ImageStore, normalise
 from fedprompt.engines.client import ClientRuntime, step_loss
 from fedprompt.engines.images import ImageBank
 from fedprompt.errors import ConfigError
-from fedprompt.federation.rounds import sample_cohort
+from fedprompt.federation.sampling import sample_cohort
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import World
 from fedprompt.methods.fedvpt import FedVPTDeep

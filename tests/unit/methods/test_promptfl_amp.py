@@ -16,7 +16,7 @@ from torch import Tensor
 from fedprompt import registry
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.rounds import sample_cohort
+from fedprompt.federation.sampling import sample_cohort
 from fedprompt.method import Server, Upload
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.promptfl import PromptFL

@@ -22,7 +22,7 @@ from fedprompt.engines.client import ClientRuntime, look, make_batch
 from fedprompt.engines.images import ImageBank, Images
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.rounds import sample_cohort
+from fedprompt.federation.sampling import sample_cohort
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Server, Stage, Upload, World
 from fedprompt.methods.sgpt import SGPT, group_shares

@@ -58,6 +58,10 @@ class Variant(Method):
         return self.inner.starts_as_received
 
     @property
+    def sums_suffice(self) -> bool:
+        return self.inner.sums_suffice
+
+    @property
     def reads(self) -> tuple[str, ...]:
         return self.inner.reads
 

@@ -1,0 +1,175 @@
+"""What stands between the messages of clients and the aggregation: nothing that breaks a rule gets in, and nothing is refused silently.
+
+| rule | refused is |
+|---|---|
+| client | a reply of somebody who was not asked |
+| replayed | a second reply of a client in one round |
+| round | a reply to another round's download |
+| samples | a claim that is no positive whole number, or too large to be believed |
+| bytes | a message larger than its declared tensors can be |
+| keys, shapes, dtypes, finite, minimum | an upload that is not what the method declared (`wire.find_fault`) |
+| norm | an update longer than the bound, absolute or against the median of the cohort |
+
+A claim of many images is believed up to a multiple of the cohort's median; what is above does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from fedprompt.config import GuardConfig
+from fedprompt.federation import wire
+from fedprompt.federation.messages import COHORT, Failure, Reply
+from fedprompt.federation.wire import Fault
+from fedprompt.roles import Roles, Tensors
+
+ROOM = 1.5  #: of a message over the bytes of its declared tensors: statistics may come in double precision
+NAMES = 4096  #: bytes for names and shapes
+
+Reference = Callable[[int], Tensors]  #: the shared tensors a client started from
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What is left of a cohort's replies, and what was kept out."""
+
+    replies: list[Reply]
+    refused: list[Failure]
+
+    def answered(self, cohort: Sequence[int]) -> int:
+        """The clients whose updates are in; a reply for the whole cohort stands for all that did not fail."""
+        if any(reply.client == COHORT for reply in self.replies):
+            return len(cohort) - len(self.refused)
+        return len(self.replies)
+
+
+class Guard:
+    """Pure decisions on the replies of one round; it keeps no state between rounds."""
+
+    def __init__(self, settings: GuardConfig, roles: Roles) -> None:
+        self._settings, self._roles = settings, roles
+
+    def admit(
+        self,
+        arriving: Iterable[Reply | Failure],
+        round: int,
+        cohort: Sequence[int],
+        reference: Reference,
+        as_one: bool = False,
+    ) -> Admitted:
+        """The replies that pass every rule, in the order of clients whatever the order of arrival.
+
+        With `as_one` a single reply for the whole cohort is expected: a secure sum.
+        """
+        when = "round" if round else "start"
+        expected = (COHORT,) if as_one else tuple(cohort)
+        most_samples = self._settings.max_samples * (len(cohort) if as_one else 1)
+        good: dict[int, Reply] = {}
+        refused: list[Failure] = []
+        for message in arriving:
+            if isinstance(message, Failure):
+                refused.append(message)
+                continue
+            fault = self._out_of_turn(message, round, expected, good) or self._malformed(message, when, most_samples)
+            fault = fault or self._too_long(message, reference)
+            if fault is None:
+                good[message.client] = message
+            else:
+                refused.append(Failure(message.client, fault.rule, fault.text))
+        for client, text in self._outliers(good.values(), reference, when).items():
+            del good[client]
+            refused.append(Failure(client, "norm", text))
+        return Admitted([good[client] for client in sorted(good)], sorted(refused, key=lambda each: each.client))
+
+    def quorum(self, cohort: Sequence[int]) -> int:
+        """How many updates of a cohort must be accepted."""
+        return math.ceil(self._settings.quorum * len(cohort))
+
+    def weights(self, replies: Sequence[Reply]) -> tuple[list[float], list[Failure]]:
+        """What each reply counts, in images, and whose claim was cut to the cap."""
+        claims = [float(reply.samples) for reply in replies]
+        if self._settings.weight_cap is None or not claims:
+            return claims, []
+        cap = self._settings.weight_cap * median(claims)
+        cut = [
+            Failure(reply.client, "weight", f"counts as {cap:g} images, claimed {reply.samples}")
+            for reply in replies
+            if reply.samples > cap
+        ]
+        return [min(claim, cap) for claim in claims], cut
+
+    def _out_of_turn(self, reply: Reply, round: int, expected: Sequence[int], good: Collection[int]) -> Fault | None:
+        if reply.client not in expected:
+            return Fault("client", f"must be one of the clients that were asked, got {reply.client}")
+        if reply.client in good:
+            return Fault("replayed", f"must answer once in round {round}")
+        if reply.round != round:
+            return Fault("round", f"must answer round {round}, got {reply.round}")
+        return None
+
+    def _malformed(self, reply: Reply, when: str, most_samples: int) -> Fault | None:
+        if type(reply.samples) is not int or not 0 < reply.samples <= most_samples:
+            return Fault("samples", f"must be in 1..{most_samples}, got {reply.samples!r}")
+        if reply.loss is not None and not math.isfinite(reply.loss):
+            return Fault("finite", f"loss must be finite, got {reply.loss}")
+        size, most = wire.size_in_bytes(reply.upload), self.most_bytes(when)
+        if size > most:
+            return Fault("bytes", f"must be at most {most}, got {size}")
+        return wire.find_fault(reply.upload, self._roles, when)
+
+    def _too_long(self, reply: Reply, reference: Reference) -> Fault | None:
+        bound = self._settings.norm
+        if bound is None:
+            return None
+        norm = update_norm(reply.upload, reference(reply.client))
+        return None if norm <= bound else Fault("norm", f"update must be at most {bound:g} long, got {norm:.4g}")
+
+    def most_bytes(self, when: str = "round") -> int:
+        """The largest message that can be honest."""
+        if self._settings.max_bytes is not None:
+            return self._settings.max_bytes
+        shared = wire.size_in_bytes(self._roles.shared) if when == "round" else 0
+        numbers = sum(torch.Size(each.shape).numel() for each in self._roles.statistics(when).values())
+        return int(ROOM * (shared + 8 * numbers)) + NAMES
+
+    def _outliers(self, replies: Iterable[Reply], reference: Reference, when: str) -> dict[int, str]:
+        """Clients with a part that is much longer than the median of the cohort's, and which part."""
+        factor, found = self._settings.norm_factor, {}
+        if factor is None:
+            return {}
+        measured = {reply.client: self._lengths(reply, reference, when) for reply in replies}
+        for part in next(iter(measured.values()), {}):
+            middle = median(lengths[part] for lengths in measured.values())
+            for client, lengths in measured.items():
+                if middle > 0 and lengths[part] > factor * middle:
+                    found[client] = (
+                        f"{part} must be at most {factor:g} times the median {middle:.4g}, got {lengths[part]:.4g}"
+                    )
+        return found
+
+    def _lengths(self, reply: Reply, reference: Reference, when: str) -> dict[str, float]:
+        """The norm of the update, and of every statistic per image it was summed over; counts of images are as they are."""
+        lengths = {"update": update_norm(reply.upload, reference(reply.client))} if when == "round" else {}
+        statistics = self._roles.statistics(when)
+        counts = {statistic.count for statistic in statistics.values()}
+        for name, statistic in statistics.items():
+            if name in counts:
+                continue
+            images = 1.0 if statistic.count is None else max(1.0, float(reply.upload[statistic.count].sum()))
+            lengths[name] = float(reply.upload[name].double().norm()) / images
+        return lengths
+
+
+def update_norm(upload: Tensors, reference: Tensors) -> float:
+    """The L2 norm of what a client changed, all shared tensors together."""
+    parts = [
+        (upload[name].to("cpu", torch.float64) - start.to("cpu", torch.float64)).norm()
+        for name, start in reference.items()
+        if name in upload
+    ]
+    return float(torch.stack(parts).norm()) if parts else 0.0

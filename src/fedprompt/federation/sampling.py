@@ -1,0 +1,84 @@
+"""Who takes part: in a round, in a run, and on which side."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from fedprompt.config import AttackConfig, FederationConfig
+from fedprompt.errors import ConfigError, broken
+from fedprompt.streams import SERVER, stream
+
+
+def sample_cohort(
+    seed: int,
+    round: int,
+    clients: Sequence[int],
+    fraction: float,
+    away: Collection[int] = (),
+    attempt: int = 0,
+    poisson: bool = False,
+) -> list[int]:
+    """The clients of a round in ascending order: the order of work must not matter, so it is not random.
+
+    A fixed share has at least one client; Poisson sampling may draw nobody. Another attempt at a round draws anew.
+
+    Clients that are away lose their places and nobody takes them, so the others take part in the rounds they would
+    have taken part in anyway; only a cohort in which all are away is replaced by one client that is there.
+    """
+    generator = stream(seed, round, SERVER, f"cohort.{attempt}" if attempt else "cohort")
+    if poisson:
+        lots = torch.rand(len(clients), generator=generator, dtype=torch.float64).tolist()
+        return [client for client, lot in zip(clients, lots, strict=True) if lot < fraction and client not in away]
+    count = cohort_size(fraction, len(clients))
+    drawn = torch.randperm(len(clients), generator=generator).tolist()
+    present = [place for place in range(len(drawn)) if clients[drawn[place]] not in away]
+    chosen = [place for place in present if place < count] or present[:1]
+    return sorted(clients[drawn[place]] for place in chosen)
+
+
+def absences(settings: FederationConfig, client_names: Sequence[str], newcomers: Collection[int]) -> dict[int, range]:
+    """The rounds in which each absent client cannot be picked, by client number."""
+    found = {}
+    for name, (first, last) in settings.away.items():
+        if name not in client_names:
+            some = ", ".join(client_names[:8]) + (", ..." if len(client_names) > 8 else "")
+            raise ConfigError(broken("federation.away", f"name clients of the partition ({some})", name))
+        if client_names.index(name) in newcomers:
+            raise ConfigError(broken("federation.away", "name clients that are not held out of training", name))
+        if first > settings.rounds:
+            raise ConfigError(broken(f"federation.away.{name}", f"begin within the {settings.rounds} rounds", first))
+        found[client_names.index(name)] = range(first, last + 1)
+    taking_part = len(client_names) - len(newcomers)
+    for round in range(1, settings.rounds + 1):
+        if sum(round in rounds for rounds in found.values()) == taking_part:
+            raise ConfigError(broken("federation.away", "leave a client to train in every round", f"none in {round}"))
+    return found
+
+
+def sample_newcomers(seed: int, clients: int, share: float) -> frozenset[int]:
+    """The clients that are held out for a whole run; at least one stays in, and one is held out if any share is asked for."""
+    if not share:
+        return frozenset()
+    if clients < 2:
+        raise ConfigError(broken("federation.held_out", "be 0 where there is only one client", share))
+    count = min(max(1, round_half_up(share * clients)), clients - 1)
+    return frozenset(torch.randperm(clients, generator=stream(seed, 0, SERVER, "held_out"))[:count].tolist())
+
+
+def sample_attackers(attack: AttackConfig | None, seed: int, clients: Sequence[int]) -> frozenset[int]:
+    """Who is malicious for the whole run. A larger fraction adds clients to those of a smaller one."""
+    if attack is None:
+        return frozenset()
+    order = torch.randperm(len(clients), generator=stream(seed, 0, SERVER, "attackers")).tolist()
+    return frozenset(clients[place] for place in order[: round_half_up(attack.fraction * len(clients))])
+
+
+def cohort_size(fraction: float, clients: int) -> int:
+    """How many clients a round has; with Poisson sampling, about how many."""
+    return max(1, round_half_up(fraction * clients))
+
+
+def round_half_up(value: float) -> int:
+    return int(value + 0.5)
