@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -19,6 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedprompt.errors import ConfigError, broken
+from fedprompt.reading import read_text
 
 SCALE = "scale="  # the override that chooses an overlay
 CASES = "cases"  # the axis of a sweep whose choices set several settings each
@@ -31,15 +33,50 @@ Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 
 
+MOST_BYTES = 2**18  #: of a YAML text
+MOST_NODES = 10_000  #: keys and values in it
+MOST_LEVELS = 32  #: of sections inside sections
+MOST_RUNS = 10_000  #: of one sweep
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number, which YAML 1.1 reads as text, and a key stands once."""
+    """YAML as people write it: `1e-3` is a number, which YAML 1.1 reads as text, and a key is a text that stands once.
+
+    A text of few bytes cannot become many values: there are no aliases, and nodes and levels are counted.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._nodes = self._levels = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"*{event.anchor}: anchors and aliases are not understood, write the value out")
+        self._nodes += 1
+        self._levels += 1
+        if self._nodes > MOST_NODES or self._levels > MOST_LEVELS:
+            raise yaml.YAMLError(f"must have at most {MOST_NODES} keys and values in {MOST_LEVELS} levels, got more")
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
+        keys = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.YAMLError(f"{key!r} must be a text to be a key; put it in quotes")
+            if key in keys:
                 raise yaml.YAMLError(f"{key!r} is given twice")
+            keys.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+        value = int(self.construct_yaml_int(node))
+        if abs(value) >= 2**63:
+            raise yaml.YAMLError("a whole number must have at most 64 bits")
+        return value
 
 
 _Loader.add_implicit_resolver(
@@ -47,8 +84,23 @@ _Loader.add_implicit_resolver(
 )
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole_number)
+
+
 def read_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
+    """The plain values of a YAML text; a YAMLError where it is malformed, or too large to be one of ours."""
+    if len(text) > MOST_BYTES:
+        raise yaml.YAMLError(f"must have at most {MOST_BYTES} characters, got {len(text)}")
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        OverflowError,
+    ) as error:  # of values that belie their tag
+        raise yaml.YAMLError(str(error)) from error
 
 
 class Section(BaseModel):
@@ -315,10 +367,10 @@ def load(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] =
 def load_alike(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> list[Config]:
     """What `load` gives before names tell the runs apart: all are called as the file says."""
     try:
-        raw = read_yaml(Path(path).read_text(encoding="utf-8")) or {}
+        raw = read_yaml(read_text(Path(path), MOST_BYTES)) or {}
     except OSError as error:
         raise ConfigError(f"config: cannot read {str(path)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"config: {str(path)!r} is not YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"config: {str(path)!r} must hold a mapping of sections, got {type(raw).__name__}")
@@ -473,6 +525,8 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
 
 
 def _set(values: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    if len(path) > MOST_LEVELS:
+        raise ConfigError(f"override must have at most {MOST_LEVELS} names with dots between them, got {len(path)}")
     for step in path[:-1]:
         if values.get(step) is None:
             values[step] = {}
@@ -499,6 +553,8 @@ def expand(values: Mapping[str, Any], seeds: Iterable[int] = ()) -> list[dict[st
     seeds = list(seeds)
     if seeds:
         axes = {"seed": seeds, **{axis: choices for axis, choices in axes.items() if axis != "seed"}}
+    if math.prod(len(choices) for choices in axes.values()) > MOST_RUNS:
+        raise ConfigError(f"sweep must describe at most {MOST_RUNS} runs, got more")
     runs = []
     for choice in itertools.product(*axes.values()):
         run = deepcopy(base)

@@ -68,6 +68,12 @@ class LiveProgress(Observer):
             soft_wrap=True,
         )
 
+    def spent(self, round: int, epsilon: float) -> None:
+        self._console.print(
+            f"  the privacy budget is spent: epsilon {epsilon:.3f}, and round {round} would exceed privacy.max_epsilon",
+            highlight=False,
+        )
+
     def evaluated(self, round: int, done: int, of: int) -> None:
         self._show(doing=f"evaluated {done}/{of} clients")
 

@@ -16,8 +16,9 @@ from fedprompt.engines.images import ImageBank, Images
 from fedprompt.errors import ContractError, DivergenceError
 from fedprompt.evaluation.metrics import ClientResult
 from fedprompt.evaluation.scoring import score
-from fedprompt.federation import wire
+from fedprompt.federation import privacy, wire
 from fedprompt.federation.attacks import corrupted, flipped
+from fedprompt.federation.budget import Terms
 from fedprompt.federation.messages import Reply
 from fedprompt.federation.sampling import sample_attackers
 from fedprompt.federation.states import ClientStates
@@ -147,9 +148,11 @@ class ClientRuntime:
         bank: ImageBank,
         states: ClientStates,
         domain_names: Sequence[str],
+        terms: Terms | None = None,
     ) -> None:
         self.config, self.world, self.method = config, world, method
         self.bank, self.states, self.domain_names = bank, states, tuple(domain_names)
+        self.terms = terms  #: of differential privacy, where it is asked for
 
     @cached_property
     def attackers(self) -> frozenset[int]:
@@ -162,7 +165,11 @@ class ClientRuntime:
 
     def train(self, round: int, client: int, received: Tensors) -> Reply:
         """What a client sends after one participation; a malicious one sends something else."""
+        clip = received.get(privacy.CLIP)
+        received = {name: tensor for name, tensor in received.items() if name != privacy.CLIP}
         reply = self._participate(round, client, received)
+        if self.terms is not None:
+            reply = self._private(reply, received, self.terms, None if clip is None else float(clip))
         if self.config.attack is None or client not in self.attackers:
             return reply
         return corrupted(reply, wire.started_from(received, self.world.roles.shared), self.config.attack)
@@ -172,7 +179,7 @@ class ClientRuntime:
         who = self._client(client, round)
         params = self.method.begin(self.world, who, received, self._local(client, who))
         stages = () if self.attacks(client, "free_rider") else self.method.stages(self.world, self.config.train)
-        params, progress, loss = self._run(stages, params, round, client, "")
+        params, progress, loss = self._run(stages, params, round, client, "", private=True)
         upload, local = self.method.finish(self.world, who, received, params, progress)
         wire.audit_local(local, self.world.roles, who.name)
         upload = {**upload, **self._statistics("round", round, client, params, given=upload)}
@@ -186,7 +193,32 @@ class ClientRuntime:
         params = self.method.personalise(self.world, who, received, self._local(client, who))
         upload = self._statistics("start", 0, client, params)
         wire.audit_upload(upload, self.world.roles, who.name, when="start")
-        return Reply(client, 0, upload, who.samples)
+        reply = Reply(client, 0, upload, who.samples)
+        return reply if self.terms is None else self._private(reply, received, self.terms)
+
+    def _private(self, reply: Reply, received: Tensors, terms: Terms, clip: float | None = None) -> Reply:
+        """A reply that keeps to the terms: bounded and perhaps noised, one client like any other, and no word on its loss."""
+        roles, settings, when = self.world.roles, terms.settings, "round" if reply.round else "start"
+        parts = privacy.groups(roles, when, settings, clip)
+        upload, norms = privacy.bounded(reply.upload, wire.started_from(received, roles.shared), parts)
+        if settings.noise_at != "server":
+            upload = privacy.noised(upload, parts, terms.noise, self._secret(reply.round, reply.client))
+        upload = wire.withhold_small(upload, roles.statistics(when))
+        if settings.quantile is not None and when == "round":
+            upload[privacy.WITHIN] = torch.tensor(float(norms[0] <= (parts[0].bound or math.inf)))
+        return replace(reply, upload=upload, samples=1, loss=None)
+
+    def steps(self, client: int) -> int:
+        """How many steps a participation of the client takes."""
+        return sum(self._steps(stage, client) for stage in self.method.stages(self.world, self.config.train))
+
+    def _steps(self, stage: Stage, client: int) -> int:
+        images = len(self._share(self._training_images(client), stage, client))
+        steps = stage.epochs * math.ceil(images / self.config.train.batch_size) if stage.trainable else 0
+        return steps if stage.steps is None else min(steps, stage.steps)
+
+    def _secret(self, round: int, client: int) -> torch.Generator:
+        return stream(self.config.seed, round, client, "privacy")
 
     def evaluate(self, round: int, client: int, received: Tensors) -> ClientResult:
         """Test one client at the configured point; nothing it trains for that is kept."""
@@ -244,9 +276,21 @@ class ClientRuntime:
         return self.method.adaptation(self.world, train)
 
     def _run(
-        self, stages: Sequence[Stage], params: Tensors, round: int, client: int, purpose: str, fitting: bool = False
+        self,
+        stages: Sequence[Stage],
+        params: Tensors,
+        round: int,
+        client: int,
+        purpose: str,
+        fitting: bool = False,
+        private: bool = False,
     ) -> tuple[Tensors, Progress, float | None]:
-        """Train the stages; `fitting` before an evaluation is no part of the schedule and starts at the full rates."""
+        """Train the stages; `fitting` before an evaluation is no part of the schedule and starts at the full rates.
+
+        What is trained to be sent is `private` where every step is to be.
+        """
+        terms = self.terms if private and self.terms and self.terms.settings.noise_at == "step" else None
+        secret = self._secret(round, client)
         everything, train = self._training_images(client), self.config.train
         steps, losses, seen = 0, 0.0, 0
         sizes: dict[str, float] = {}
@@ -281,7 +325,11 @@ class ClientRuntime:
                         )
                     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
                     before = {name: params[name] for name in stage.trainable}
-                    stepped = sgd_step(before, dict(zip(leaves, grads, strict=True)), velocity, rates, train)
+                    gradients = dict(zip(leaves, grads, strict=True))
+                    if terms is not None:
+                        sent = {name: gradients[name] for name in self.world.roles.shared if name in gradients}
+                        gradients |= privacy.noised_gradients(sent, terms.settings.clip, terms.noise, secret)
+                    stepped = sgd_step(before, gradients, velocity, rates, train)
                     params = {**params, **stage.step.after_step(self.world, stepped, params, number)}
                     for name, rate in rates.items():
                         sizes[name] = sizes.get(name, 0.0) + rate

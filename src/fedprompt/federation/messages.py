@@ -18,7 +18,6 @@ class Reply:
     upload: Tensors
     samples: int
     loss: float | None = None  #: mean training loss; None when nothing was trained, or when it is nobody's business
-    releases: int = 1  #: how many noised values of the client went into it: the steps, where every step is noised
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,17 +11,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
+
 from fedprompt.config import Config, FederationConfig
 from fedprompt.errors import DivergenceError, FedpromptError, QuorumError
 from fedprompt.evaluation.metrics import ClientResult, summarise
-from fedprompt.federation import wire
+from fedprompt.federation import privacy, wire
 from fedprompt.federation.aggregate import rule, shares
+from fedprompt.federation.budget import Budget, Terms
 from fedprompt.federation.guard import Admitted, Guard
 from fedprompt.federation.messages import COHORT, Failure, Reply
 from fedprompt.federation.sampling import absences, sample_attackers, sample_cohort
 from fedprompt.federation.store import REFUSED, Event, RoundRecord, RunStore
 from fedprompt.method import Combine, Method, Server, Upload, World
 from fedprompt.roles import Tensors
+from fedprompt.streams import SERVER, stream
 
 
 class Engine(Protocol):
@@ -45,6 +50,7 @@ class Observer:
     def cohort(self, round: int, clients: Sequence[int]) -> None: ...
     def trained(self, round: int, reply: Reply) -> None: ...
     def refused(self, round: int, failure: Failure) -> None: ...
+    def spent(self, round: int, epsilon: float) -> None: ...
     def evaluated(self, round: int, done: int, of: int) -> None: ...
     def committed(self, record: RoundRecord) -> None: ...
     def finished(self) -> None: ...
@@ -65,6 +71,7 @@ class Federation:
     engine: Engine
     store: RunStore
     observer: Observer
+    terms: Terms | None = None  #: of differential privacy
     afterwards: Callable[[int, Sequence[int], Callable[[int], Tensors]], None] | None = (
         None  #: called after the last round, with its number, the clients to test and what each receives
     )
@@ -78,6 +85,9 @@ class Federation:
         if label_check is not None:
             self.observer.checked(label_check)
         for round in range(server.round + 1, settings.rounds + 1):
+            if not self._affords(round):
+                self.observer.spent(round, self.budget.epsilon if self.budget else 0.0)
+                break
             server = self._round(server, round)
         if self.afterwards is not None:
             self.afterwards(server.round, self.tested, self._downloads(server))
@@ -97,7 +107,13 @@ class Federation:
 
     @cached_property
     def guard(self) -> Guard:
-        return Guard(self.config.guard, self.world.roles)
+        return Guard(self.config.guard, privacy.as_sent(self.world.roles, self.config.privacy))
+
+    @cached_property
+    def budget(self) -> Budget | None:
+        if self.terms is None:
+            return None
+        return Budget(self.config, self.terms, self.store.events())
 
     @cached_property
     def combine(self) -> Combine:
@@ -120,30 +136,35 @@ class Federation:
         server = _in_order(Server(roles.shared, roles.server))
         sent: dict[int, int] = {}
         admitted = Admitted([], [])
+        events: list[Event] = []
         if roles.statistics("start"):
             with clock.phase("survey"):
                 arriving = self.engine.survey(self.participants, self._downloads(server, sent))
                 admitted = self._admitted(arriving, 0, self.participants, server)
                 if not self._has_quorum(admitted, self.participants):
                     raise self._no_quorum(0, self.participants, admitted, _events(admitted))
-                uploads, _ = self._uploads(admitted.replies)
+                uploads, _ = self._uploads(admitted.replies, server, "start")
                 server = _in_order(self.method.survey(self.world, server, uploads))
+            events += [self.budget.survey()] if self.budget else []
         record = RoundRecord(0, [], None, sum(sent.values()), self._bytes_up(admitted, "start"), None, clock.seconds)
-        self._commit(server, record, {}, _events(admitted))
+        self._commit(server, record, {}, [*_events(admitted), *events])
         return server
 
     def _round(self, server: Server, round: int) -> Server:
         clock = Clock()
         trained = self._trained(server, round, clock)
         events = list(trained.events)
-        if trained.admitted.replies:
-            with clock.phase("aggregate"):
-                uploads, capped = self._uploads(trained.admitted.replies)
+        with clock.phase("aggregate"):
+            uploads, capped = self._uploads(trained.admitted.replies, server, "round")
+            if uploads:
                 server = self.method.aggregate(self.world, server, uploads, self.combine)
-                events += [Event(each.client, "capped", each.value) for each in capped]
+            events += [Event(each.client, "capped", each.value) for each in capped]
+            if self.budget is not None:
+                next_clip = self._next_clip(trained.admitted.replies, server.round + 1)
+                events.append(self.budget.round(trained.cohorts, next_clip))
         server = _in_order(replace(server, round=round))
         results: dict[int, ClientResult] = {}
-        if is_evaluated(round, self.config.federation):
+        if is_evaluated(round, self.config.federation) or not self._affords(round + 1):
             with clock.phase("evaluate"):
                 for client, result in self.engine.evaluate(round, self.tested, self._downloads(server)):
                     results[client] = result
@@ -164,6 +185,7 @@ class Federation:
     def _trained(self, server: Server, round: int, clock: Clock) -> Trained:
         """Replies of a quorum. A round that has none is tried again with another cohort, as often as the guard allows."""
         events: list[Event] = []
+        cohorts: list[list[int]] = []
         attempts = 1 + self.config.guard.repeats
         for attempt in range(attempts):
             cohort = self._cohort(round, attempt)
@@ -173,10 +195,11 @@ class Federation:
                 arriving = self.engine.train(round, cohort, self._downloads(server, sent))
                 admitted = self._admitted(self._watched(round, arriving), round, cohort, server)
             events += _events(admitted)
+            cohorts.append(cohort)
             if self._has_quorum(admitted, cohort):
                 accepted = {reply.client for reply in admitted.replies}
                 self.engine.discard({each.client for each in admitted.refused} - accepted)
-                return Trained(cohort, admitted, sum(sent.values()), tuple(events))
+                return Trained(cohort, admitted, sum(sent.values()), tuple(events), cohorts)
             self.engine.discard(cohort)
             if attempt + 1 < attempts:
                 events.append(Event(None, "repeated", f"{admitted.answered(cohort)} of {len(cohort)} updates accepted"))
@@ -230,7 +253,9 @@ class Federation:
         """What each client receives, audited; `sent` notes how many bytes that was."""
 
         def download(client: int) -> Tensors:
-            tensors = self.method.download(self.world, server, client)
+            tensors = dict(self.method.download(self.world, server, client))
+            if self.config.privacy is not None and self.config.privacy.quantile is not None and self.budget is not None:
+                tensors[privacy.CLIP] = torch.tensor(self.budget.clip, dtype=torch.float64)
             wire.audit_download(tensors, self.world.roles, self.world.client_names[client])
             if sent is not None:
                 sent[client] = wire.size_in_bytes(tensors)
@@ -238,14 +263,53 @@ class Federation:
 
         return download
 
-    def _uploads(self, replies: Sequence[Reply]) -> tuple[list[Upload], list[Failure]]:
-        """What the method aggregates, and whose claim of images was cut."""
+    def _uploads(self, replies: Sequence[Reply], server: Server, when: str) -> tuple[list[Upload], list[Failure]]:
+        """What the method aggregates, and whose claim of images was cut. With noise on sums it is one upload for all."""
+        if self.terms is not None and self.terms.settings.noise_at == "server":
+            return [Upload(COHORT, self._noised_sum(replies, server, when, self.terms), 1.0)], []
+        if not replies:
+            return [], []
         claims, capped = self.guard.weights(replies)
         if self.config.federation.weighting == "uniform":
             claims, capped = [1.0] * len(replies), []
         weights = shares(claims)
         uploads = [Upload(reply.client, reply.upload, weight) for reply, weight in zip(replies, weights, strict=True)]
         return uploads, capped
+
+    def _noised_sum(self, replies: Sequence[Reply], server: Server, when: str, terms: Terms) -> Tensors:
+        parts = privacy.groups(self.world.roles, when, terms.settings, self.budget.clip if self.budget else None)
+        noise = terms.noise if when == "start" else privacy.update_noise(terms.noise, self._bit_noise(terms))
+        total = privacy.noised_sum(
+            [reply.upload for reply in replies],
+            server.shared if when == "round" else {},
+            parts,
+            terms.expected,
+            noise,
+            stream(self.config.seed, server.round + (when == "round"), SERVER, "privacy"),
+            [float(reply.samples) for reply in replies],
+        )
+        return wire.withhold_small(total, self.world.roles.statistics(when))
+
+    def _bit_noise(self, terms: Terms) -> float:
+        """Noise on the number of updates within the bound; infinite where nobody asks for it."""
+        return math.inf if terms.settings.quantile is None else privacy.bit_noise_for(terms.noise, terms.expected)
+
+    def _next_clip(self, replies: Sequence[Reply], round: int) -> float | None:
+        """The bound of the next round, where it follows the updates."""
+        terms, clip = self.terms, self.budget.clip if self.budget else None
+        if terms is None or clip is None or terms.settings.quantile is None:
+            return None
+        within = sum(float(reply.upload[privacy.WITHIN]) for reply in replies)
+        asked = float(sum(reply.samples for reply in replies))
+        generator = stream(self.config.seed, round, SERVER, "privacy.clip")
+        share = privacy.noised_share(within, asked, terms.expected, self._bit_noise(terms), generator)
+        return privacy.next_clip(clip, share, terms.settings.quantile, terms.settings.quantile_rate)
+
+    def _affords(self, round: int) -> bool:
+        """Whether the privacy budget has room for this round."""
+        if self.budget is None or round > self.config.federation.rounds:
+            return True
+        return self.budget.affords(self._cohort(round, 0))
 
     def _watched(self, round: int, arriving: Iterable[Reply | Failure]) -> Iterator[Reply | Failure]:
         for message in arriving:
@@ -272,6 +336,7 @@ class Trained:
     admitted: Admitted
     bytes_down: int
     events: tuple[Event, ...]
+    cohorts: list[list[int]]  #: one for every attempt, the last one being the round's
 
 
 def _events(admitted: Admitted) -> list[Event]:

@@ -1,0 +1,128 @@
+"""What the privacy of a run costs: the noise its config asks for, and what has been spent so far.
+
+The run file keeps one event of kind `privacy` for every round, so that a resumed run goes on counting where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedprompt.config import Config, PrivacyConfig
+from fedprompt.federation.accounting import Plan, epsilon, noise_for
+from fedprompt.federation.sampling import cohort_size, sample_cohort
+from fedprompt.federation.store import Event
+
+PRIVACY = "privacy"  #: the kind of the event that tells what a round cost
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The privacy a run has agreed on: settings, and the noise multiplier they come to."""
+
+    settings: PrivacyConfig
+    noise: float
+    expected: float  #: clients in a cohort
+    releases: Mapping[
+        int, int
+    ]  #: how many noised values one participation of each client sends: 1, or its training steps
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        participants: Sequence[int],
+        surveys: int,
+        steps: Callable[[int], int],
+        away: Callable[[int], Collection[int]] = lambda round: (),
+    ) -> Terms | None:
+        """None where nothing is private. `steps` counts the training steps of a client, `away` tells who cannot be picked in a round."""
+        if config.privacy is None:
+            return None
+        settings, federation = config.privacy, config.federation
+        share = federation.fraction * len(participants)
+        expected = share if federation.sampling == "poisson" else cohort_size(federation.fraction, len(participants))
+        releases = {client: steps(client) if settings.noise_at == "step" else 1 for client in participants}
+        terms = cls(settings, settings.noise or 0.0, expected, releases)
+        if settings.target_epsilon is None:
+            return terms
+        plan = terms.plans(config, surveys, away)[-1]
+        return replace(terms, noise=noise_for(settings.target_epsilon, settings.delta, plan))
+
+    def plans(
+        self, config: Config, surveys: int, away: Callable[[int], Collection[int]] = lambda round: ()
+    ) -> list[Plan]:
+        """What a run of this config has released after each of its rounds."""
+        federation, sent, found = config.federation, Counter[int](), []
+        for round in range(1, federation.rounds + 1):
+            poisson = federation.sampling == "poisson"
+            clients = list(self.releases)
+            drawn = sample_cohort(config.seed, round, clients, federation.fraction, away(round), poisson=poisson)
+            sent.update(self.sent_by(drawn))
+            found.append(self.plan(config, surveys, round, max(sent.values(), default=0)))
+        return found
+
+    def plan(self, config: Config, surveys: int, rounds: int, releases: int) -> Plan:
+        """A plan of so many rounds, in which no client made more than so many releases."""
+        at, sampling = self.settings.noise_at, config.federation.sampling
+        return Plan(at, rounds if at == "server" else releases, len(self.releases), self.expected, sampling, surveys)
+
+    def sent_by(self, cohort: Sequence[int]) -> dict[int, int]:
+        """The releases of each client of a cohort. Who was refused has sent as much as the others."""
+        return {client: self.releases[client] for client in cohort}
+
+
+class Budget:
+    """Counts releases. What is counted is what was sent, also in a round that had to be repeated."""
+
+    def __init__(self, config: Config, terms: Terms, spent: Iterable[tuple[int, int | None, str, str]] = ()) -> None:
+        self._config, self._terms = config, terms
+        self._rounds = self._surveys = 0
+        self._releases: Counter[int] = Counter()
+        self.clip = terms.settings.clip  #: of the next round
+        for _, _, kind, detail in spent:
+            if kind == PRIVACY:
+                self._count(json.loads(detail))
+
+    def survey(self) -> Event:
+        """Everybody was asked for statistics."""
+        return self._note({"surveys": 1})
+
+    def round(self, cohorts: Sequence[Sequence[int]], next_clip: float | None) -> Event:
+        """A round was made, with one cohort for every attempt at it."""
+        attempts, total = len(cohorts), Counter[int]()
+        for cohort in cohorts:
+            total.update(self._terms.sent_by(cohort))
+        sent = {str(client): count for client, count in sorted(total.items())}
+        return self._note({"rounds": attempts, "releases": sent, "clip": self.clip, "next_clip": next_clip})
+
+    def affords(self, cohort: Sequence[int]) -> bool:
+        """Whether one more round of these clients stays within the budget."""
+        most, more = self._terms.settings.max_epsilon, Counter(self._terms.sent_by(cohort))
+        return most is None or self._epsilon(self._rounds + 1, self._releases + more) <= most
+
+    @property
+    def epsilon(self) -> float:
+        return self._epsilon(self._rounds, self._releases)
+
+    def _epsilon(self, rounds: int, releases: Counter[int]) -> float:
+        most = max(releases.values(), default=0)
+        plan = self._terms.plan(self._config, self._surveys, rounds, most)
+        return epsilon(self._terms.noise, self._terms.settings.delta, plan)
+
+    def _note(self, cost: dict[str, Any]) -> Event:
+        self._count(cost)
+        spent = self.epsilon
+        told = {"epsilon": spent if math.isfinite(spent) else None, "delta": self._terms.settings.delta}
+        return Event(None, PRIVACY, json.dumps({**told, "noise": self._terms.noise, **cost}))
+
+    def _count(self, cost: dict[str, Any]) -> None:
+        self._surveys += cost.get("surveys", 0)
+        self._rounds += cost.get("rounds", 0)
+        self._releases.update({int(client): count for client, count in cost.get("releases", {}).items()})
+        if cost.get("next_clip") is not None:
+            self.clip = cost["next_clip"]
