@@ -128,7 +128,7 @@ def geometric_centre(rows: Tensor) -> Tensor:
     """
     points, counts = torch.unique(rows, dim=0, return_counts=True)
     counts = counts.to(rows)
-    spanned = torch.linalg.qr((points - _middle(points)).T).R.T  # (n, at most n), rotated
+    spanned = torch.linalg.qr(points.T).R.T  # (n, at most n), rotated
     distances = torch.cdist(spanned, spanned, compute_mode="donot_use_mm_for_euclid_dist")
     totals = distances @ counts
     best = totals <= totals.min() * (1 + PRECISION)

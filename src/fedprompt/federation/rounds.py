@@ -146,7 +146,9 @@ class Federation:
                 uploads, _ = self._uploads(admitted.replies, server, "start")
                 server = _in_order(self.method.survey(self.world, server, uploads))
             events += [self.budget.survey()] if self.budget else []
-        record = RoundRecord(0, [], None, sum(sent.values()), self._bytes_up(admitted, "start"), None, clock.seconds)
+        record = RoundRecord(
+            0, [], None, sum(sent.values()), self._bytes_up(admitted, self.participants), None, clock.seconds
+        )
         self._commit(server, record, {}, [*_events(admitted), *events])
         return server
 
@@ -174,7 +176,7 @@ class Federation:
             cohort=trained.cohort,
             loss=_mean_loss(trained.admitted.replies),
             bytes_down=trained.bytes_down,
-            bytes_up=self._bytes_up(trained.admitted, "round"),
+            bytes_up=self._bytes_up(trained.admitted, trained.cohort),
             summary=summarise(results[client] for client in sorted(results)) if results else None,
             seconds=clock.seconds,
         )
@@ -240,13 +242,15 @@ class Federation:
         )
 
     def _name(self, client: int) -> str:
+        if client == COHORT:
+            return "the cohort"
         return self.world.client_names[client] if 0 <= client < self.world.clients else f"client {client}"
 
-    def _bytes_up(self, admitted: Admitted, when: str) -> int:
+    def _bytes_up(self, admitted: Admitted, cohort: Sequence[int]) -> int:
         """What the values of accepted updates weighed; in a secure sum every number is eight bytes wide."""
         if self.config.federation.secure_sum:
             numbers = sum(tensor.numel() for reply in admitted.replies for tensor in reply.upload.values())
-            return 8 * numbers * admitted.answered(self.participants)
+            return 8 * numbers * admitted.answered(cohort)
         return sum(wire.size_in_bytes(reply.upload) for reply in admitted.replies)
 
     def _downloads(self, server: Server, sent: dict[int, int] | None = None) -> Callable[[int], Tensors]:

@@ -110,7 +110,8 @@ class IFCA(FedVPTDeep):
             if not members:
                 continue
             weights = shares([upload.weight for upload in members])
-            mean = combine([stripped(UPDATE, upload.tensors) for upload in members], weights)
+            before = {name: stacked[k] for name, stacked in sets.items()}
+            mean = combine([stripped(UPDATE, upload.tensors) for upload in members], weights, before)
             for name, tensor in mean.items():
                 renewed[name][k] = tensor
         own = {name: torch.stack(tensors) for name, tensors in renewed.items()}

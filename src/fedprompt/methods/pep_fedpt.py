@@ -191,7 +191,8 @@ class PEPFedPT(WithHead):
             holders = [(upload, count) for upload, count in zip(uploads, counts, strict=True) if count]
             if holders:
                 parts = [{"class_prompts": upload.tensors["class_prompts"][number]} for upload, _ in holders]
-                rows[number] = combine(parts, shares([count for _, count in holders]))["class_prompts"]
+                weights, around = shares([count for _, count in holders]), {"class_prompts": before[number]}
+                rows[number] = combine(parts, weights, around)["class_prompts"]
         return torch.stack(rows)
 
     def _with_prototypes(self, server: Server, uploads: Sequence[Upload], when: str) -> Server:

@@ -204,7 +204,8 @@ class SGPT(SharedPrompts):
         choices = torch.stack([upload.tensors["choices"] for upload in uploads])  # (S, G)
         rows = []
         for group, weights in enumerate(group_shares(choices, self.minimum_group).T.tolist()):
-            rows.append(combine([{"key": upload.tensors["keys"][group]} for upload in uploads], weights)["key"])
+            keys, before = [{"key": upload.tensors["keys"][group]} for upload in uploads], server.shared["keys"][group]
+            rows.append(combine(keys, weights, {"key": before})["key"])
         shared = {**averaged.shared, "keys": torch.stack(rows)}
         for name, momentum in (("group_prompts", self.group_momentum), ("keys", self.key_momentum)):
             shared[name] = momentum * server.shared[name] + (1 - momentum) * shared[name]

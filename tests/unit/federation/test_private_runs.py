@@ -24,9 +24,9 @@ import fedprompt.experiment
 from fedprompt.engines.inprocess import InProcess
 from fedprompt.errors import ConfigError
 from fedprompt.federation.accounting import Plan, epsilon, noise_for
-from fedprompt.federation.budget import PRIVACY
 from fedprompt.federation.guard import update_norm
 from fedprompt.federation.messages import Failure, Reply
+from fedprompt.federation.store import PRIVACY
 from fedprompt.federation.wire import started_from
 from fedprompt.roles import Tensors
 from fedprompt.run import Run
