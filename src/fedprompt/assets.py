@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -201,16 +202,20 @@ def file_sha256(path: Path) -> str:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Either the whole file is there under its name, or nothing is: a reader never sees a half-written one."""
-    temporary = path.with_name(
-        f".{path.name}.{os.getpid()}"
-    )  # not `mkstemp`: a shared cache must stay readable to others
+    # not `mkstemp`: a shared cache must stay readable to others; not the process number: containers share a cache, too
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # some disks say only now that they are full
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 

@@ -334,6 +334,44 @@ def doctor(as_json: AsJson = False) -> None:
     _emit(findings, as_json, "\n".join(lines))
 
 
+@app.command()
+def audit(
+    runs: Runs,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="Audit so many clients, drawn at random; else all.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What uploads give away of training images, as AUC of attacks on them; see docs/audit.md."""
+    opened = _open_runs(runs)
+    from fedprompt.evaluation.leaks import audit_run
+    from fedprompt.report.leaks import leak_table
+
+    findings = [audit_run(each, clients) for each in opened]
+    _emit(findings, as_json, leak_table(findings))
+
+
+@app.command()
+def privacy(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    target_epsilon: Annotated[
+        float | None, typer.Option(help="Find the noise that spends this epsilon; else reckon with the config's own.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="The delta it is said at; else the config's own.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The noise multiplier of a config, and epsilon after every round."""
+    given = [f"privacy.target_epsilon={target_epsilon}", "privacy.noise=null"] if target_epsilon is not None else []
+    given += [f"privacy.delta={delta}"] if delta is not None else []
+    configs = _load(config, [*(overrides or []), *given], None)
+    from fedprompt.experiment import Experiment
+    from fedprompt.report.privacy import privacy_rows, privacy_text
+
+    rows = [privacy_rows(each, *Experiment(each).privacy_plans()) for each in configs]
+    _emit(rows, as_json, "\n".join(privacy_text(row) for row in rows))
+
+
 def _train(configs: list[Any], resume: bool, quiet: bool, as_json: bool) -> list[Any]:
     """The runs of some configs, with their progress while they last and their comparison at the end."""
     from fedprompt.experiment import Experiment

@@ -35,30 +35,38 @@ Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*
 
 MOST_BYTES = 2**18  #: of a YAML text
 MOST_NODES = 10_000  #: keys and values in it
-MOST_LEVELS = 32  #: of sections inside sections
+MOST_LEVELS = 16  #: of sections inside sections
 MOST_RUNS = 10_000  #: of one sweep
 
 
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: `1e-3` is a number, which YAML 1.1 reads as text, and a key is a text that stands once.
 
-    A text of few bytes cannot become many values: there are no aliases, and nodes and levels are counted.
+    A text of few bytes cannot become many values: nodes and levels are counted, an alias as all that it stands for.
     """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._nodes = self._levels = 0
+        self._nodes = self._levels = self._anchored = 0
+        self._sizes: dict[str, int] = {}  # nodes by anchor
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError(f"*{event.anchor}: anchors and aliases are not understood, write the value out")
-        self._nodes += 1
+        anchor, is_alias = event.anchor, isinstance(event, yaml.AliasEvent)
+        if is_alias and self._anchored:
+            raise yaml.YAMLError(f"*{anchor}: a value with an anchor must not hold aliases")
+        before = self._nodes
+        self._nodes += self._sizes.get(anchor, 0) if is_alias else 1
         self._levels += 1
         if self._nodes > MOST_NODES or self._levels > MOST_LEVELS:
             raise yaml.YAMLError(f"must have at most {MOST_NODES} keys and values in {MOST_LEVELS} levels, got more")
+        is_anchor = anchor is not None and not is_alias
+        self._anchored += is_anchor
         node = super().compose_node(parent, index)
+        self._anchored -= is_anchor
         self._levels -= 1
+        if is_anchor:
+            self._sizes[anchor] = self._nodes - before
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -448,11 +456,15 @@ def told_apart(configs: list[Config]) -> list[Config]:
     for name in {config.run_name for config in configs}:
         alike = [number for number, config in enumerate(configs) if config.run_name == name]
         keys = sorted({key for number in alike for key in flat[number]})
-        varied = [key for key in keys if len({json.dumps(flat[number].get(key)) for number in alike}) > 1]
+        values = {key: [json.dumps(flat[number][key]) for number in alike if key in flat[number]] for key in keys}
+        varied = [key for key in keys if len(set(values[key])) > 1]
+        told = {json.dumps([flat[number].get(key) for key in varied]) for number in alike}
+        if len(told) < len(alike):  # what differs is whether a section is there at all
+            varied = [key for key in keys if len(set(values[key])) > 1 or len(values[key]) < len(alike)]
         if len(alike) > 1 and not varied:
             raise ConfigError(f"sweep must not hold the same run twice, got {name!r} {len(alike)} times")
         for number in alike if len(alike) > 1 else []:
-            parts = [f"{_last_name(key)}{flat[number][key]}" for key in varied if key in flat[number]]
+            parts = [f"{_last_name(key)}{flat[number][key]}" for key in varied if flat[number].get(key) is not None]
             result[number] = renamed(configs[number], *parts)
     return result
 

@@ -26,15 +26,18 @@ from fedprompt.data.transforms import ImageStore
 from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
 from fedprompt.engines.inprocess import InProcess
-from fedprompt.errors import RunError
+from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.evaluation.base_to_novel import BaseToNovel, remember, require_names
 from fedprompt.evaluation.label_check import check_labels, warning
 from fedprompt.evaluation.novel_figures import stored_figures
+from fedprompt.federation.accounting import Plan
+from fedprompt.federation.budget import Terms
 from fedprompt.federation.compatibility import check_protections
-from fedprompt.federation.rounds import Federation, Observer
+from fedprompt.federation.privacy import as_sent
+from fedprompt.federation.rounds import Engine, Federation, Observer
 from fedprompt.federation.sampling import absences, sample_newcomers
 from fedprompt.federation.states import ClientStates
-from fedprompt.federation.store import FILE, RunReader, RunStore
+from fedprompt.federation.store import FILE, Event, RunReader, RunStore
 from fedprompt.method import Method, World
 from fedprompt.roles import Tensors
 from fedprompt.run import Run
@@ -71,10 +74,10 @@ class Experiment:
         store = self._open_store(source, manifest, frozen, world, bank)
         observer = observer or Observer()
         try:
-            states = ClientStates(store.client_state)
-            runtime = ClientRuntime(config, world, self.method, bank, states, source.domain_names)
+            runtime = self.client_runtime(source, world, bank, ClientStates(store.client_state))
             afterwards = self._novel_test(runtime, source, manifest, backbone, store, observer)
-            Federation(config, world, self.method, InProcess(runtime), store, observer, afterwards).run()
+            engine = self._engine(runtime)
+            Federation(config, world, self.method, engine, store, observer, runtime.terms, afterwards).run()
             backbone.assert_frozen(frozen)
         finally:
             store.close()
@@ -114,6 +117,31 @@ class Experiment:
         """Every client's images as the backbone wants them."""
         pixels = ImageStore(source, backbone.shape.image_size, self.config.data.resize, self.cache)
         return ImageBank(source, manifest, pixels, backbone)
+
+    def client_runtime(self, source: Source, world: World, bank: ImageBank, states: ClientStates) -> ClientRuntime:
+        """The clients' side of this experiment, on the terms of privacy it asks for."""
+        runtime = ClientRuntime(self.config, world, self.method, bank, states, source.domain_names)
+        runtime.terms = agreed(self.config, world, runtime.steps)
+        return runtime
+
+    def privacy_plans(self) -> tuple[Terms, list[Plan]]:
+        """What the privacy of this experiment comes to after every round, without a round of training."""
+        source, manifest, backbone, world = self.prepare()
+        nothing = ClientStates(lambda client: None)
+        terms = self.client_runtime(source, world, self.bank(source, manifest, backbone), nothing).terms
+        if terms is None:
+            raise ConfigError(broken("privacy", "be given: there is nothing to reckon with", None))
+        return terms, terms.plans(self.config, bool(world.roles.statistics("start")), away_in(self.config, world))
+
+    def _engine(self, runtime: ClientRuntime) -> Engine:
+        """Where clients run; behind a secure sum, where one is asked for."""
+        engine = InProcess(runtime)
+        if not self.config.federation.secure_sum:
+            return engine
+        from fedprompt.engines.secure import SecureCohort
+
+        settings, roles = self.config.federation, as_sent(runtime.world.roles, self.config.privacy)
+        return SecureCohort(engine, roles, self.config.guard.quorum, uniform=settings.weighting == "uniform")
 
     def _novel_test(
         self,
@@ -195,11 +223,9 @@ class Experiment:
         check = check_labels(world, bank, self.config.seed) if self.method.uses_text else None
         if check is None:
             return RunStore.create(self.config.run_directory, facts)
-        store = RunStore.create(self.config.run_directory, {**facts, "label_check": check})
         told = warning(check)
-        if told is not None:
-            store.note(0, None, "label_check", told)
-        return store
+        events = [] if told is None else [Event(None, "label_check", told)]
+        return RunStore.create(self.config.run_directory, {**facts, "label_check": check}, events)
 
 
 def require_same_ground(stored: RunReader, frozen: str, manifest: Manifest, verb: str, advice: str = "") -> None:
@@ -210,6 +236,19 @@ def require_same_ground(stored: RunReader, frozen: str, manifest: Manifest, verb
             raise RunError(
                 f"run {str(stored.directory)!r} cannot be {verb}: the {what} are not the ones it was started with{advice}"
             )
+
+
+def agreed(config: Config, world: World, steps: Callable[[int], int]) -> Terms | None:
+    """The terms of privacy of a run; `steps` counts the training steps of a client."""
+    participants = [client for client in range(world.clients) if client not in world.newcomers]
+    surveys = bool(world.roles.statistics("start"))
+    return Terms.of(config, participants, surveys, steps, away_in(config, world))
+
+
+def away_in(config: Config, world: World) -> Callable[[int], set[int]]:
+    """Who cannot be picked in a round."""
+    absent = absences(config.federation, world.client_names, world.newcomers)
+    return lambda round: {client for client, rounds in absent.items() if round in rounds}
 
 
 def _versions() -> dict[str, str]:

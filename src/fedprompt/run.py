@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fedprompt import config as configuration
 from fedprompt.config import Config
-from fedprompt.evaluation.metrics import conclude
-from fedprompt.federation.store import REFUSED, RoundRecord, RunReader
+from fedprompt.errors import ConfigError, RunError
+from fedprompt.evaluation.metrics import conclude, is_result, is_summary
+from fedprompt.federation.store import PRIVACY, REFUSED, RoundRecord, RunReader
 
 
 class Run:
@@ -22,7 +23,10 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        return configuration.parse(self.reader.fact("config"))
+        try:
+            return configuration.parse(self._fact("config"))
+        except ConfigError as error:
+            raise RunError(f"run: {str(self.directory)!r} has a config that is not understood: {error}") from error
 
     @property
     def name(self) -> str:
@@ -30,7 +34,7 @@ class Run:
 
     @property
     def clients(self) -> list[str]:
-        return list(self.reader.fact("clients"))
+        return list(self._fact("clients"))
 
     def rounds(self) -> list[RoundRecord]:
         """Finished rounds; round 0 is the state before any training."""
@@ -43,7 +47,19 @@ class Run:
 
     def history(self) -> list[dict[str, Any]]:
         """The metrics of every evaluated round."""
-        return [{"round": record.round, **record.summary} for record in self.rounds() if record.summary is not None]
+        found = [{"round": record.round, **record.summary} for record in self.rounds() if record.summary is not None]
+        for entry in found:
+            if not is_summary(entry) or entry["domains"].keys() != found[0]["domains"].keys():
+                raise self._damaged(f"summary of round {entry['round']}")
+        return found
+
+    def evaluations(self, round: int) -> dict[int, dict[str, Any]]:
+        """What was counted for every client in one round, by client number."""
+        found, clients = self.reader.evaluations(round), len(self.clients)
+        for client, result in found.items():
+            if not 0 <= client < clients or not is_result(result):
+                raise self._damaged(f"result of client {client} in round {round}")
+        return found
 
     def summary(self) -> dict[str, Any]:
         """The figures tables are made of: means over the last evaluated rounds, the best round, bytes and seconds."""
@@ -64,13 +80,22 @@ class Run:
             "bytes_down": sum(record.bytes_down for record in records),
             "bytes_up": sum(record.bytes_up for record in records),
             "refused": self.refused(),
+            "epsilon": self.epsilon(),
             "seconds": seconds,
         }
 
     def refused(self) -> dict[str, int]:
         """How many updates the guard kept out, by rule."""
-        rules = [json.loads(detail)["rule"] for _, _, kind, detail in self.reader.events() if kind == REFUSED]
+        rules = [str(detail.get("rule")) for detail in self.reader.details(REFUSED)]
         return {rule: rules.count(rule) for rule in sorted(set(rules))}
+
+    def epsilon(self) -> float | None:
+        """What the last round brought the privacy spent to; None where nothing is private, infinite without noise."""
+        costs = self.reader.details(PRIVACY)
+        if not costs:
+            return None
+        spent = costs[-1].get("epsilon")
+        return float(spent) if isinstance(spent, int | float) else math.inf
 
     def client_accuracies(self, round: int | None = None) -> dict[str, float]:
         """Test accuracy by client name, of one evaluated round (the last one when not given)."""
@@ -79,9 +104,17 @@ class Run:
             round = evaluated[-1] if evaluated else 0
         names = self.clients
         return {
-            names[client]: result["correct"] / result["samples"]
-            for client, result in self.reader.evaluations(round).items()
+            names[client]: result["correct"] / result["samples"] for client, result in self.evaluations(round).items()
         }
+
+    def _fact(self, key: str) -> Any:
+        value = self.reader.fact(key)
+        if value is None:
+            raise self._damaged(f"fact {key!r}")
+        return value
+
+    def _damaged(self, what: str) -> RunError:
+        return RunError(f"run: {str(self.directory)!r} is damaged: the {what} is missing or not as it was written")
 
     def close(self) -> None:
         self.reader.close()

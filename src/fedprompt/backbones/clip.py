@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,13 @@ from torch import Tensor
 
 from fedprompt.backbones.assemble import check_tensors
 from fedprompt.backbones.dual import DualEncoder
+from fedprompt.backbones.folder import MOST_BLOCKS, check_heads, number, whole
 from fedprompt.backbones.names import fused, renamed
 from fedprompt.backbones.projection import Projection
 from fedprompt.backbones.text import CausalTower, TextShape, TextTower, text_tensor_shapes
 from fedprompt.backbones.vit import ViT
 from fedprompt.errors import BackboneError, broken
+from fedprompt.reading import read_json
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 _TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  #: either is a whole tokenizer
@@ -39,7 +40,7 @@ _IN_BLOCK = {
 def is_clip(folder: Path) -> bool:
     """Whether a model folder holds both towers of a CLIP."""
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        values = read_json(folder / "config.json")
     except (OSError, ValueError):
         return False  # the reader of config.json complains in its own words
     return isinstance(values, dict) and values.get("model_type") == "clip"
@@ -53,15 +54,16 @@ def clip_from_folder(folder: Path, tensors: Mapping[str, Tensor], vision: ViT) -
     if config.hidden_act not in ("gelu", "quick_gelu"):
         raise BackboneError(broken("hidden_act of the text tower", "be gelu or quick_gelu", config.hidden_act))
     shape = TextShape(
-        width=config.hidden_size,
-        depth=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        mlp_width=config.intermediate_size,
-        vocabulary=config.vocab_size,
-        positions=config.max_position_embeddings,
-        norm_eps=config.layer_norm_eps,
+        width=whole(config, "hidden_size"),
+        depth=whole(config, "num_hidden_layers", most=MOST_BLOCKS),
+        heads=whole(config, "num_attention_heads"),
+        mlp_width=whole(config, "intermediate_size"),
+        vocabulary=whole(config, "vocab_size"),
+        positions=whole(config, "max_position_embeddings"),
+        norm_eps=number(config, "layer_norm_eps"),
         activation=config.hidden_act,
     )
+    check_heads(shape.width, shape.heads)
     return join_clip(tensors, shape, vision, *folder_tokenizer(folder))
 
 

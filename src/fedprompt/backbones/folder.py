@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from fedprompt.backbones.catalog import FAMILIES, Triple
 from fedprompt.backbones.shape import CHANNELS, ViTShape
 from fedprompt.errors import BackboneError, broken
+from fedprompt.reading import read_json
 
+MOST_BLOCKS = 1000
 _ACTIVATIONS: dict[str, Literal["gelu", "quick_gelu"]] = {"gelu": "gelu", "quick_gelu": "quick_gelu"}
 
 
@@ -18,8 +19,9 @@ def folder_shape(folder: Path) -> ViTShape:
     from transformers import AutoConfig  # seconds to import, and the other ways in do not need it
 
     try:
+        read_json(folder / "config.json")  # of a size and depth that transformers can be trusted with
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # each model family checks its fields in its own way
         raise BackboneError(
             f"the backbone folder {str(folder)!r} must hold a config.json transformers can read: {error}"
         ) from error
@@ -36,18 +38,20 @@ def folder_shape(folder: Path) -> ViTShape:
         raise BackboneError(broken("num_channels", f"be {CHANNELS}", config.num_channels))
     dinov2 = config.model_type.startswith("dinov2")
     gated = bool(dinov2 and config.use_swiglu_ffn)
-    hidden = int(config.hidden_size * config.mlp_ratio) if dinov2 else config.intermediate_size
+    width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
+    check_heads(width, heads)
+    hidden = int(width * number(config, "mlp_ratio")) if dinov2 else whole(config, "intermediate_size")
     if gated:
         hidden = (int(hidden * 2 / 3) + 7) // 8 * 8  # as DINOv2 rounds it
     return ViTShape(
-        width=config.hidden_size,
-        depth=config.num_hidden_layers,
-        heads=config.num_attention_heads,
+        width=width,
+        depth=whole(config, "num_hidden_layers", most=MOST_BLOCKS),
+        heads=heads,
         mlp_width=hidden,
         patch=_side(config.patch_size, "patch_size"),
         image_size=_side(config.image_size, "image_size"),
         extra_tokens=_extra_tokens(config),
-        norm_eps=config.layer_norm_eps,
+        norm_eps=number(config, "layer_norm_eps"),
         activation=_ACTIVATIONS[config.hidden_act],
         layer_scale=dinov2,
         ln_pre=config.model_type == "clip_vision_model",
@@ -61,7 +65,7 @@ def folder_preprocessing(folder: Path) -> tuple[Triple, Triple] | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         if not values.get("do_normalize", True) or "image_mean" not in values or "image_std" not in values:
             return None
         mean, std = (_triple(values[key]) for key in ("image_mean", "image_std"))
@@ -82,14 +86,35 @@ def _triple(values: Any) -> Triple:
     return first, second, third
 
 
+def whole(config: Any, name: str, most: int = 2**20) -> int:
+    """A size in config.json: what is made of it must stay small until the weights have proved it."""
+    value = getattr(config, name, None)
+    if type(value) is not int or not 1 <= value <= most:
+        raise BackboneError(broken(f"{name} in config.json", f"be a whole number in 1..{most}", value))
+    return value
+
+
+def number(config: Any, name: str) -> float:
+    """A positive number in config.json."""
+    value = getattr(config, name, None)
+    if not isinstance(value, int | float) or not 0 < value < 2**20:
+        raise BackboneError(broken(f"{name} in config.json", "be a positive number", value))
+    return float(value)
+
+
+def check_heads(width: int, heads: int) -> None:
+    if width % heads:
+        raise BackboneError(broken("num_attention_heads in config.json", f"divide the width {width}", heads))
+
+
 def _extra_tokens(config: Any) -> int:
     if config.model_type == "deit":
         return 1
-    return int(config.num_register_tokens) if config.model_type == "dinov2_with_registers" else 0
+    return whole(config, "num_register_tokens") if config.model_type == "dinov2_with_registers" else 0
 
 
 def _side(value: Any, name: str) -> int:
     sides = list(value) if isinstance(value, list | tuple) else [value]
-    if len(set(sides)) != 1 or not isinstance(sides[0], int):
+    if not sides or any(type(side) is not int or side != sides[0] or not 1 <= side <= 2**16 for side in sides):
         raise BackboneError(broken(name, "be one side in pixels, or two equal ones", value))
     return int(sides[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fedprompt.assets import ASSETS, prepare
@@ -114,13 +116,26 @@ def _asset(name: str, config: BackboneConfig, cache: Path) -> tuple[Path, Backbo
 
 
 def _file(path: Path, config: BackboneConfig, own: tuple[Triple, Triple] | None) -> ViT:
-    tensors = canonical(read_file(path, config.sha256))
-    return assemble(tensors, infer_shape(tensors, _EPSILON), *preprocessing(config, own), config)
+    with _must_fit(path):
+        tensors = canonical(read_file(path, config.sha256))
+        shape = infer_shape(tensors, _EPSILON)
+        return assemble(tensors, shape, *preprocessing(config, own), config)
 
 
 def _folder(folder: Path, config: BackboneConfig) -> ViT:
     shape = folder_shape(folder)  # first, so that a model of another type is called that and not a list of odd tensors
     mean, std = preprocessing(config, folder_preprocessing(folder))
     tensors = read_folder(folder, config.sha256)
-    vision = assemble(canonical(tensors), shape, mean, std, config)
-    return clip_from_folder(folder, tensors, vision) if is_clip(folder) else vision
+    with _must_fit(folder):
+        vision = assemble(canonical(tensors), shape, mean, std, config)
+        return clip_from_folder(folder, tensors, vision) if is_clip(folder) else vision
+
+
+@contextmanager
+def _must_fit(path: Path) -> Iterator[None]:
+    """Tensors of odd shapes cannot be fused or reshaped: torch says so in errors of its own."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+        reason = str(error).splitlines()[0]
+        raise BackboneError(f"the weights in {str(path)!r} do not fit their architecture: {reason}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,10 +10,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedprompt.errors import BackboneError, StorageError, broken
+from fedprompt.reading import read_json
+from fedprompt.tensor_header import FILE, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+INDEX_BYTES = 2**24
 
 
 def read_file(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
@@ -40,16 +42,19 @@ def read_folder(folder: Path, sha256: str | None = None) -> dict[str, Tensor]:
         shards = [folder / name for name in _shard_names(folder / INDEX)]
     else:
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
-        found = (
+        instead = (
             f"only {pickled[0]!r}, a pickle, which is never opened because that runs code. {_CONVERT}"
             if pickled
             else "neither"
         )
-        raise BackboneError(f"the backbone folder {str(folder)!r} must hold {WEIGHTS} or {INDEX}, got {found}")
+        raise BackboneError(f"the backbone folder {str(folder)!r} must hold {WEIGHTS} or {INDEX}, got {instead}")
     _check_sha256(shards, sha256)
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        tensors |= _tensors(shard)
+        found = _tensors(shard)
+        for name in sorted(found.keys() & tensors.keys())[:1]:
+            raise BackboneError(broken(f"the shards in {str(folder)!r}", "hold every tensor once", name))
+        tensors |= found
     return tensors
 
 
@@ -61,11 +66,11 @@ _CONVERT = (
 
 def _shard_names(index: Path) -> list[str]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index, INDEX_BYTES)["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BackboneError(f"{str(index)!r} must map tensors to shards under `weight_map`: {error}") from error
     for name in names:
-        if Path(name).name != name or not (index.parent / name).is_file():
+        if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
             raise BackboneError(broken(str(index), "name files that lie beside it", name))
     return names
 
@@ -84,8 +89,10 @@ def _check_sha256(paths: list[Path], expected: str | None) -> None:
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
+        with path.open("rb") as stream:
+            read_header(stream, path.stat().st_size, FILE)
         return load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise BackboneError(f"{str(path)!r} must be an intact safetensors file: {error}") from error
     except OSError as error:
         raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}") from error

@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from fedprompt.errors import DataError, broken
 
 NO_DOMAINS = ("all",)
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM", "TIFF")  #: readers that image bytes may choose from
+MOST_PIXELS = 64 * 2**20  #: of one image: more than any camera of today gives, and 256 MB when decoded
+LONGEST_SIDE = 65_535  #: resizing allocates by the longer side, so a thin strip is not harmless
+MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B", "I;16L"}
+TILE_WIDTH, TILE_HEIGHT = 322, 323  #: TIFF tags
+MOST_NAMES = 100_000  #: classes or domains
 SPLITS = {"train": "train", "test": "test", "val": "val", "valid": "val", "validation": "val"}
 
 
@@ -37,18 +43,39 @@ class Source(ABC):
 
 
 def decode(encoded: bytes | Path, where: str) -> Image.Image:
-    """Read a whole image now: Pillow is lazy, and damage must be found here, where its place is known."""
+    """Read a whole image now: Pillow is lazy, and damage must be found here, where its place is known.
+
+    What the header announces is checked before memory for the pixels is asked for.
+    """
     try:
-        with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
+        stream = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
+        with Image.open(stream, formats=FORMATS) as image:
+            _check_announced(image)
             image.load()
             return to_rgb(image)
+    except UnidentifiedImageError as error:
+        raise DataError(f"image must be readable: {where}: it is none of {', '.join(FORMATS)}") from error
     except Exception as error:  # Pillow's readers raise anything from OSError to struct.error on damaged bytes
         raise DataError(f"image must be readable: {where}: {str(error) or type(error).__name__}") from error
 
 
+def _check_announced(image: Image.Image) -> None:
+    width, height = image.size
+    if not (min(width, height) >= 1 and max(width, height) <= LONGEST_SIDE and width * height <= MOST_PIXELS):
+        rule = f"have sides of 1 to {LONGEST_SIDE} and at most {MOST_PIXELS} pixels"
+        raise ValueError(broken("size", rule, image.size))
+    if image.mode not in MODES and (image.format, image.mode) != ("PPM", "I"):
+        raise ValueError(broken("mode", "be colour or grey of at most 16 bits", image.mode))
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO: a photograph and its smaller copies
+        raise ValueError("must be one picture, got several frames")
+    tags = getattr(image, "tag_v2", {})  # of TIFF, whose tiles are allocated whole however small the image is
+    if int(tags.get(TILE_WIDTH, 1)) * int(tags.get(TILE_HEIGHT, 1)) > MOST_PIXELS:
+        raise ValueError(broken("tiles", f"have at most {MOST_PIXELS} pixels", (tags[TILE_WIDTH], tags[TILE_HEIGHT])))
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """Three channels of eight bits. Sixteen-bit grey is scaled: Pillow would clip it to white."""
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image).astype(np.uint32) // 257).astype(np.uint8))
     return image.convert("RGB")
 
@@ -69,16 +96,17 @@ def encode_names(
             if value not in position:
                 raise DataError(f"{where} row {row}: " + broken(field, f"be one of {list(names)}", value))
         return np.array([position[value] for value in values], dtype=np.int64), names
-    indices = np.array(values, dtype=np.int64)
-    names = names if names is not None else tuple(str(index) for index in range(int(indices.max(initial=-1)) + 1))
-    for row in np.flatnonzero((indices < 0) | (indices >= len(names)))[:1]:
-        raise DataError(f"{where} row {row}: " + broken(field, f"be in 0..{len(names) - 1}", int(indices[row])))
-    return indices, names
+    numbers = [value for value in values if isinstance(value, int)]
+    count = len(names) if names is not None else min(max(numbers, default=-1) + 1, MOST_NAMES)
+    for row, number in enumerate(numbers):
+        if not 0 <= number < count:
+            raise DataError(f"{where} row {row}: " + broken(field, f"be in 0..{count - 1}", number))
+    return np.array(numbers, dtype=np.int64), names if names is not None else tuple(map(str, range(count)))
 
 
 def encode_splits(values: Sequence[object], where: str) -> np.ndarray:
     """The split of every image; all spellings of validation become "val"."""
     for row, value in enumerate(values):
-        if value not in SPLITS:
+        if not isinstance(value, str) or value not in SPLITS:
             raise DataError(f"{where} row {row}: " + broken("split", f"be one of {sorted(SPLITS)}", value))
     return np.array([SPLITS[str(value)] for value in values], dtype="<U5")

@@ -11,6 +11,7 @@ from PIL import Image
 from fedprompt.data import fingerprint
 from fedprompt.data.base import NO_DOMAINS, Source
 from fedprompt.errors import DataError, broken
+from fedprompt.reading import SMALL, read_text
 
 Kind = Literal["cifar10", "cifar100"]
 KINDS: tuple[Kind, ...] = ("cifar10", "cifar100")
@@ -89,6 +90,7 @@ def _records(path: Path, label_bytes: int) -> np.ndarray:
 
 def _class_names(path: Path) -> tuple[str, ...]:
     try:
-        return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except OSError as error:
-        raise DataError(f"data.source: class names are missing: cannot read {str(path)!r}: {error.strerror}") from error
+        return tuple(line.strip() for line in read_text(path, SMALL).splitlines() if line.strip())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"data.source: class names are missing: cannot read {str(path)!r}: {reason}") from error

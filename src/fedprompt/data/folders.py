@@ -12,6 +12,7 @@ from fedprompt.data import fingerprint
 from fedprompt.data.base import NO_DOMAINS, SPLITS, Source, decode
 from fedprompt.errors import DataError, broken
 
+DEEPEST = 4  # folders below the root that are looked into: one more than any layout has, so that links in circles end
 EXTENSIONS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
 
 
@@ -68,6 +69,9 @@ def _scan(root: Path) -> tuple[list[str], list[str]]:
     for folder, inner, names in os.walk(root, followlinks=True):
         inner[:] = [name for name in inner if not name.startswith(".")]
         base = Path(folder).relative_to(root)
+        _check_text(folder, inner + names)
+        if len(base.parts) == DEEPEST:
+            inner.clear()
         folders += [(base / name).as_posix() for name in inner]
         files += [
             (base / name).as_posix()
@@ -75,6 +79,16 @@ def _scan(root: Path) -> tuple[list[str], list[str]]:
             if Path(name).suffix.lower() in EXTENSIONS and not name.startswith(".")
         ]
     return sorted(files), sorted(folders)
+
+
+def _check_text(folder: str, names: list[str]) -> None:
+    """Names become class names, fingerprints and messages: they must be text."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            rule = "hold file names that are text in UTF-8"
+            raise DataError(broken("data.source", rule, os.path.join(folder, name))) from error
 
 
 def _positions(values: list[str], names: tuple[str, ...]) -> np.ndarray:

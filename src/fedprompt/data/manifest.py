@@ -15,8 +15,10 @@ import numpy as np
 from fedprompt.assets import write_atomically
 from fedprompt.data.base import Source
 from fedprompt.errors import DataError, broken
+from fedprompt.reading import read_text, strict_json
 
 FORMAT = "fedprompt-manifest-1"
+MOST_BYTES = 2**27  # of a manifest: some fifteen million images
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +65,11 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """Read a manifest. Checksums in the text are not believed: an edited manifest simply has a new one."""
         try:
-            raw = json.loads(text)
+            raw = strict_json(text)
         except ValueError as error:
             raise DataError(f"manifest: not JSON: {error}") from error
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            value = raw.get("format") if isinstance(raw, dict) else raw
+            value = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
             raise DataError(broken("manifest.format", f"be {FORMAT!r}", value))
         source = _field(raw, "source", dict)
         clients = _field(raw, "clients", list)
@@ -86,8 +88,8 @@ class Manifest:
     @classmethod
     def load(cls, path: str | Path) -> Manifest:
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(Path(path), MOST_BYTES)
+        except (OSError, ValueError) as error:
             raise DataError(f"partition.manifest: cannot read {str(path)!r}: {error}") from error
         return cls.from_json(text)
 

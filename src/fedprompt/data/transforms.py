@@ -29,8 +29,9 @@ class ImageStore:
     Beside the pixels lies one checksum per image, written after them. An entry counts only when its pixels match its
     checksum, so a write cut short by a kill, a power cut or a full disk is never read as an image: it is decoded again.
     Two processes that fill the same entry write the same bytes. Pixels are written with `pwrite`, not through the map:
-    on a full disk that is an error we can handle, where the map would kill the process. When the cache cannot be
-    written, pixels stay in memory.
+    on a full disk that is an error we can handle, where the map would kill the process. For the same reason an entry is
+    looked at through the map only after it was found good: a page that was never written may need room to be read. When
+    the cache cannot be written, pixels stay in memory.
     """
 
     def __init__(self, source: Source, size: int, resize: str, cache: Path) -> None:
@@ -76,24 +77,26 @@ class ImageStore:
         os.ftruncate(self._file, count * self._bytes)  # sparse: no space is taken before it is filled
         os.ftruncate(self._sums_file, count * 4)
         self._pixels = np.memmap(self.path, dtype=np.uint8, mode="r", shape=(count, *self._shape))
-        self._sums = np.memmap(self.path.with_suffix(".crc"), dtype="<u4", mode="r", shape=(count,))
 
     def _fill(self, index: int) -> None:
-        if self._pixels is not None:
-            known = int(self._sums[index])
-            if known and known == _checksum(self._pixels[index]):
-                self._good[index] = True
-                return
+        if self._pixels is not None and self._is_kept(index):
+            self._good[index] = True
+            return
         pixels = resized(self._source.image(index), self._size, self._resize)
         if self._writable:
             try:
-                _write(self._file, pixels.tobytes(), index * self._bytes)
-                _write(self._sums_file, _checksum(pixels).to_bytes(4, "little"), index * 4)
+                content = pixels.tobytes()
+                _write(self._file, content, index * self._bytes)
+                _write(self._sums_file, _checksum(content).to_bytes(4, "little"), index * 4)
             except OSError as error:
                 self._stop_writing(error)
         if not self._writable:
             self._memory[index] = pixels
         self._good[index] = True
+
+    def _is_kept(self, index: int) -> bool:
+        known = int.from_bytes(os.pread(self._sums_file, 4, index * 4), "little")
+        return bool(known) and known == _checksum(os.pread(self._file, self._bytes, index * self._bytes))
 
     def _stop_writing(self, error: OSError) -> None:
         self._writable = False
@@ -131,8 +134,8 @@ def normalise(
     return ((images - centre) / spread).to(dtype).contiguous()
 
 
-def _checksum(pixels: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(pixels).data) or 1  # 0 means empty
+def _checksum(pixels: bytes) -> int:
+    return zlib.crc32(pixels) or 1  # 0 means empty
 
 
 def _write(handle: int, content: bytes, offset: int) -> None:

@@ -401,7 +401,9 @@ class ClientRuntime:
 
     def _local(self, client: int, who: Client) -> Tensors:
         kept = self.states.get(client)
-        return self._new(who) if kept is None else self._placed(kept)
+        if kept is None:
+            return self._new(who)
+        return self._placed(wire.require_like(kept, self.world.roles.local, f"stored state of client {who.name!r}"))
 
     def _new(self, who: Client) -> Tensors:
         """The state of a client that never took part."""

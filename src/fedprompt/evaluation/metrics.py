@@ -36,6 +36,29 @@ class ClientResult:
         return asdict(self)
 
 
+def is_result(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping that was read from a file is what `ClientResult.to_json` gives."""
+    samples, correct, bins = (values.get(name) for name in ("samples", "correct", "bins"))
+    groups = [values.get("domains"), values.get("diagnostics")]
+    return (
+        type(samples) is int
+        and type(correct) is int
+        and 0 <= correct <= samples != 0
+        and isinstance(bins, list)
+        and all(isinstance(row, list) and len(row) == 3 and all(map(_is_number, row)) for row in bins)
+        and all(isinstance(group, dict) for group in groups)
+    )
+
+
+def is_summary(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping that was read from a file has the figures `summarise` gives."""
+    return all(_is_number(values.get(name)) for name in AVERAGED) and isinstance(values.get("domains"), dict)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
 def calibration_error(bins: Sequence[Sequence[float]]) -> float:
     """ECE: the gap between confidence and accuracy in each bin, weighted by its share of the samples."""
     table = np.asarray(bins, dtype=np.float64)

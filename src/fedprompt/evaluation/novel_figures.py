@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fedprompt.federation.store import RunReader
@@ -17,7 +16,7 @@ NovelFigures = dict[
 
 def stored_figures(reader: RunReader) -> NovelFigures | None:
     """What a run found at its end; None where novel classes were not asked for, or the end is not reached."""
-    return next((json.loads(detail) for _, _, kind, detail in reader.events() if kind == EVENT), None)
+    return next(iter(reader.details(EVENT)), None)
 
 
 def harmonic_mean(*values: float) -> float:

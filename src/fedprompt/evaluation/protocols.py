@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from fedprompt.config import Config, file_name, load_alike, read_yaml, renamed, told_apart
+from fedprompt.config import MOST_RUNS, Config, file_name, load_alike, read_yaml, renamed, told_apart
 from fedprompt.errors import ConfigError, broken
 
 FULL = "pfedbayespt"
@@ -36,6 +36,10 @@ SWEPT = (
     "variant",
     "train",
     "federation",
+    "guard",
+    "aggregation",
+    "attack",
+    "privacy",
 )  #: sections with settings to sweep
 
 
@@ -110,6 +114,8 @@ def _expanded(field: str, item: Any) -> Iterable[Any]:
         raise ConfigError(broken(f"sweep of {field}", "have a whole number at both ends of a range", item)) from error
     if first > last:
         raise ConfigError(broken(f"sweep of {field}", "go from the smaller end of a range to the larger", item))
+    if last - first >= MOST_RUNS:
+        raise ConfigError(broken(f"sweep of {field}", f"have at most {MOST_RUNS} values", item))
     return range(first, last + 1)
 
 

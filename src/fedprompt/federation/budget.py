@@ -15,9 +15,7 @@ from typing import Any
 from fedprompt.config import Config, PrivacyConfig
 from fedprompt.federation.accounting import Plan, epsilon, noise_for
 from fedprompt.federation.sampling import cohort_size, sample_cohort
-from fedprompt.federation.store import Event
-
-PRIVACY = "privacy"  #: the kind of the event that tells what a round cost
+from fedprompt.federation.store import PRIVACY, Event
 
 
 @dataclass(frozen=True)
@@ -79,14 +77,13 @@ class Terms:
 class Budget:
     """Counts releases. What is counted is what was sent, also in a round that had to be repeated."""
 
-    def __init__(self, config: Config, terms: Terms, spent: Iterable[tuple[int, int | None, str, str]] = ()) -> None:
+    def __init__(self, config: Config, terms: Terms, spent: Iterable[Mapping[str, Any]] = ()) -> None:
         self._config, self._terms = config, terms
         self._rounds = self._surveys = 0
         self._releases: Counter[int] = Counter()
         self.clip = terms.settings.clip  #: of the next round
-        for _, _, kind, detail in spent:
-            if kind == PRIVACY:
-                self._count(json.loads(detail))
+        for cost in spent:
+            self._count(cost)
 
     def survey(self) -> Event:
         """Everybody was asked for statistics."""
@@ -120,7 +117,7 @@ class Budget:
         told = {"epsilon": spent if math.isfinite(spent) else None, "delta": self._terms.settings.delta}
         return Event(None, PRIVACY, json.dumps({**told, "noise": self._terms.noise, **cost}))
 
-    def _count(self, cost: dict[str, Any]) -> None:
+    def _count(self, cost: Mapping[str, Any]) -> None:
         self._surveys += cost.get("surveys", 0)
         self._rounds += cost.get("rounds", 0)
         self._releases.update({int(client): count for client, count in cost.get("releases", {}).items()})

@@ -22,7 +22,7 @@ from fedprompt.federation.budget import Budget, Terms
 from fedprompt.federation.guard import Admitted, Guard
 from fedprompt.federation.messages import COHORT, Failure, Reply
 from fedprompt.federation.sampling import absences, sample_attackers, sample_cohort
-from fedprompt.federation.store import REFUSED, Event, RoundRecord, RunStore
+from fedprompt.federation.store import PRIVACY, REFUSED, Event, RoundRecord, RunStore
 from fedprompt.method import Combine, Method, Server, Upload, World
 from fedprompt.roles import Tensors
 from fedprompt.streams import SERVER, stream
@@ -113,7 +113,7 @@ class Federation:
     def budget(self) -> Budget | None:
         if self.terms is None:
             return None
-        return Budget(self.config, self.terms, self.store.events())
+        return Budget(self.config, self.terms, self.store.details(PRIVACY))
 
     @cached_property
     def combine(self) -> Combine:
@@ -128,7 +128,8 @@ class Federation:
         if row is None:
             return None
         round, shared, own = row
-        return Server(self._placed(wire.decode(shared)), self._placed(wire.decode(own)), round)
+        kept = wire.require_like(wire.decode(shared), self.world.roles.shared, "stored shared tensors")
+        return Server(self._placed(kept), self._placed(wire.decode(own)), round)
 
     def _start(self) -> Server:
         """Round 0: the initial tensors, and the statistics a method asks of every client beforehand."""

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fedprompt.errors import RunError, StorageError
+from fedprompt.federation.run_tables import DAMAGE, RunTables
 
 FILE = "run.db"
 VERSION = 1
+INSERT_EVENT = "INSERT INTO events VALUES (?, ?, ?, ?)"
 REFUSED = "refused"  #: the kind of an event that tells of an update the guard kept out
+PRIVACY = "privacy"  #: the kind of the event that tells what a round cost
 SCHEMA = """
 CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE rounds (
@@ -30,6 +33,17 @@ CREATE TABLE client_states (client INTEGER PRIMARY KEY, round INTEGER NOT NULL, 
 CREATE TABLE server_state (only INTEGER PRIMARY KEY CHECK (only = 0), round INTEGER NOT NULL, shared BLOB NOT NULL, own BLOB NOT NULL);
 CREATE TABLE events (round INTEGER NOT NULL, client INTEGER, kind TEXT NOT NULL, detail TEXT NOT NULL);
 """
+
+
+FACTS: dict[str, type] = {
+    "config": dict,
+    "manifest": dict,
+    "versions": dict,
+    "backbone": str,
+    "clients": list,
+    "classes": list,
+    "domains": list,
+}  #: what a run writes down when it begins, and as what
 
 
 @dataclass(frozen=True)
@@ -65,52 +79,78 @@ class RunReader:
         self.directory = path.parent
         self._connection = self._open(path)
         try:
-            found = self._connection.execute("SELECT value FROM facts WHERE key = 'version'").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise RunError(f"run: {str(path)!r} is not a readable run file: {error}") from error
-        if found is None or json.loads(found[0]) != VERSION:
-            raise RunError(f"run: {str(path)!r} must have format version {VERSION}, got {found and found[0]}")
+            self._tables = RunTables(self._connection, path, SCHEMA)
+            version = self.fact("version")
+            if version != VERSION:
+                raise RunError(f"run: {str(path)!r} must have format version {VERSION}, got {version}")
+        except BaseException:
+            self._connection.close()
+            raise
 
     def _open(self, path: Path) -> sqlite3.Connection:
-        return sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)
+        # SQLite wants files of its own beside a run; where none can be made nobody writes, and it can do without
+        written = os.access(path.parent, os.W_OK) or path.with_name(f"{path.name}-wal").exists()
+        mode = "mode=ro" if written else "mode=ro&immutable=1"
+        return sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True, timeout=30)
 
     def close(self) -> None:
         self._connection.close()
 
     def fact(self, key: str) -> Any:
-        row = self._connection.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
-        return None if row is None else json.loads(row[0])
+        """What was written down when the run began; None where it was not."""
+        for (value,) in self._tables.rows("SELECT value FROM facts WHERE key = ?", (str,), (key,)):
+            return self._tables.plain(value, FACTS.get(key, object), f"fact {key!r}")
+        return None
 
     def rounds(self) -> list[RoundRecord]:
-        rows = self._connection.execute(
-            "SELECT round, cohort, loss, bytes_down, bytes_up, summary, seconds FROM rounds ORDER BY round"
+        rows = self._tables.rows(
+            "SELECT round, cohort, loss, bytes_down, bytes_up, summary, seconds FROM rounds ORDER BY round",
+            (int, str, float | None, int, int, str | None, str),
         )
         return [
             RoundRecord(
-                number, json.loads(cohort), loss, down, up, summary and json.loads(summary), json.loads(seconds)
+                number,
+                self._tables.whole_numbers(cohort, f"cohort of round {number}"),
+                loss,
+                down,
+                up,
+                None if summary is None else self._tables.figures(summary, f"summary of round {number}"),
+                self._tables.figures(seconds, f"seconds of round {number}"),
             )
             for number, cohort, loss, down, up, summary, seconds in rows
         ]
 
     def evaluations(self, round: int) -> dict[int, dict[str, Any]]:
         """Per-client results of one round, by client number."""
-        rows = self._connection.execute(
-            "SELECT client, result FROM evaluations WHERE round = ? ORDER BY client", (round,)
-        )
-        return {client: json.loads(result) for client, result in rows}
+        query = "SELECT client, result FROM evaluations WHERE round = ? ORDER BY client"
+        return {
+            client: self._tables.plain(result, dict, f"result of client {client} in round {round}")
+            for client, result in self._tables.rows(query, (int, str), (round,))
+        }
 
     def server_state(self) -> tuple[int, bytes, bytes] | None:
-        return self._connection.execute("SELECT round, shared, own FROM server_state").fetchone()
+        for round, shared, own in self._tables.rows("SELECT round, shared, own FROM server_state", (int, bytes, bytes)):
+            return round, shared, own
+        return None
 
     def client_state(self, client: int) -> bytes | None:
-        row = self._connection.execute("SELECT tensors FROM client_states WHERE client = ?", (client,)).fetchone()
-        return None if row is None else row[0]
+        for (tensors,) in self._tables.rows("SELECT tensors FROM client_states WHERE client = ?", (bytes,), (client,)):
+            return bytes(tensors)
+        return None
 
     def client_states(self) -> Iterator[tuple[int, int, bytes]]:
-        yield from self._connection.execute("SELECT client, round, tensors FROM client_states ORDER BY client")
+        query = "SELECT client, round, tensors FROM client_states ORDER BY client"
+        yield from self._tables.rows(query, (int, int, bytes))
 
     def events(self) -> list[tuple[int, int | None, str, str]]:
-        return self._connection.execute("SELECT round, client, kind, detail FROM events ORDER BY rowid").fetchall()
+        query = "SELECT round, client, kind, detail FROM events ORDER BY rowid"
+        rows = self._tables.rows(query, (int, int | None, str, str))
+        return [(round, client, kind, detail) for round, client, kind, detail in rows]
+
+    def details(self, wanted: str) -> list[dict[str, Any]]:
+        """What the events of a kind that keeps mappings say, in their order."""
+        found = [(round, detail) for round, _, kind, detail in self.events() if kind == wanted]
+        return [self._tables.plain(detail, dict, f"event {wanted!r} of round {round}") for round, detail in found]
 
 
 class RunStore(RunReader):
@@ -125,7 +165,7 @@ class RunStore(RunReader):
             raise
 
     @classmethod
-    def create(cls, directory: str | Path, facts: Mapping[str, Any]) -> RunStore:
+    def create(cls, directory: str | Path, facts: Mapping[str, Any], events: Sequence[Event] = ()) -> RunStore:
         """A new run file that is either complete or absent: it is built aside and renamed."""
         directory = Path(directory)
         with _disk(directory):
@@ -141,6 +181,9 @@ class RunStore(RunReader):
                     connection.executescript(SCHEMA)
                     rows = [(key, json.dumps(value)) for key, value in {"version": VERSION, **facts}.items()]
                     connection.executemany("INSERT INTO facts VALUES (?, ?)", rows)
+                    connection.executemany(INSERT_EVENT, _event_rows(0, events))
+                for rest in ("wal", "shm"):  # of a deleted run file: SQLite would read its rounds into the new one
+                    (directory / f"{FILE}-{rest}").unlink(missing_ok=True)
                 os.replace(draft, directory / FILE)
         except BaseException:
             lock.close()
@@ -148,15 +191,16 @@ class RunStore(RunReader):
         return cls(directory, lock)
 
     def _open(self, path: Path) -> sqlite3.Connection:
+        self._path = path.resolve()
         connection = sqlite3.connect(path, timeout=30, isolation_level=None)
         try:
             with _disk(path):
+                self._identity = os.stat(path)
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = FULL")
-        except StorageError:
+        except BaseException:
+            connection.close()
             raise
-        except sqlite3.DatabaseError as error:
-            raise RunError(f"run: {str(path)!r} is not a readable run file: {error}") from error
         return connection
 
     def close(self) -> None:
@@ -186,18 +230,16 @@ class RunStore(RunReader):
             cursor.executemany("INSERT OR REPLACE INTO client_states VALUES (?, ?, ?)", states)
             results = [(record.round, client, json.dumps(result)) for client, result in evaluations.items()]
             cursor.executemany("INSERT INTO evaluations VALUES (?, ?, ?)", results)
-            cursor.executemany(
-                "INSERT INTO events VALUES (?, ?, ?, ?)",
-                [(record.round, event.client, event.kind, event.detail) for event in events],
-            )
+            cursor.executemany(INSERT_EVENT, _event_rows(record.round, events))
 
     def note(self, round: int, client: int | None, kind: str, detail: str) -> None:
         """Something worth knowing that is no figure: who, when, what."""
         with _disk(self.directory), self._transaction() as cursor:
-            cursor.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (round, client, kind, detail))
+            cursor.execute(INSERT_EVENT, (round, client, kind, detail))
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:
+        self._require_same_file()
         cursor = self._connection.cursor()
         cursor.execute("BEGIN IMMEDIATE")
         try:
@@ -207,6 +249,19 @@ class RunStore(RunReader):
             if self._connection.in_transaction:
                 cursor.execute("ROLLBACK")
             raise
+
+    def _require_same_file(self) -> None:
+        """An open file outlives its name: without this, a run whose directory was removed would go on into nowhere."""
+        try:
+            same = os.path.samestat(os.stat(self._path), self._identity)
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise StorageError(f"run: {str(self._path)!r} was moved, removed or replaced while the run was on")
+
+
+def _event_rows(round: int, events: Sequence[Event]) -> list[tuple[int, int | None, str, str]]:
+    return [(round, event.client, event.kind, event.detail) for event in events]
 
 
 def _lock(directory: Path) -> TextIO:
@@ -223,11 +278,13 @@ def _lock(directory: Path) -> TextIO:
 
 @contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Disk trouble becomes one clear error; the run file keeps its last committed round."""
+    """Disk trouble becomes one clear error, and so does a damaged file; the run file keeps its last committed round."""
     try:
         yield
     except sqlite3.OperationalError as error:
         raise StorageError(f"output.directory must be writable and have room, got {str(path)!r}: {error}") from error
+    except DAMAGE as error:
+        raise RunError(f"run: {str(path)!r} is not a readable run file: {error}") from error
     except OSError as error:
         raise StorageError(
             f"output.directory must be writable and have room, got {str(path)!r}: {error.strerror}"

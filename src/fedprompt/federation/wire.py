@@ -25,7 +25,7 @@ from fedprompt.roles import Roles, Statistic, Tensors
 from fedprompt.tensor_header import FILE, MESSAGE, Header, read_header
 
 _REPLY = "fedprompt-reply-1"  #: the name under which the metadata of a message holds all that is no tensor
-_FIELDS = ("client", "round", "samples", "loss", "releases")
+_FIELDS = ("client", "round", "samples", "loss")
 _MOST = 10**18  #: what a whole number in a message must be below
 
 
@@ -73,7 +73,7 @@ def unpack(blob: bytes, limit: int) -> Reply:
 def _check_values(values: object) -> None:
     if not isinstance(values, dict) or set(values) != set(_FIELDS):
         raise ValueError(broken("reply", f"have exactly {', '.join(_FIELDS)}", values))
-    for field, least in (("client", COHORT), ("round", 0), ("samples", 0), ("releases", 0)):
+    for field, least in (("client", COHORT), ("round", 0), ("samples", 0)):
         if type(values[field]) is not int or not least <= values[field] < _MOST:
             raise ValueError(broken(field, f"be a whole number of at least {least} and below {_MOST}", values[field]))
     loss = values["loss"]
@@ -98,6 +98,17 @@ def _checked(blob: bytes, limit: int | None, header_limit: int) -> tuple[Header,
 
 def _for_bytes(tensors: Tensors) -> Tensors:
     return {name: tensors[name].detach().cpu().contiguous().clone() for name in sorted(tensors)}
+
+
+def require_like(tensors: Tensors, declared: Tensors, what: str) -> Tensors:
+    """The tensors themselves if they have the declared names, shapes and dtypes; stored ones that have not are a RunError."""
+    for name in sorted(set(tensors) ^ set(declared)):
+        raise RunError(f"{what} must hold the tensors the method declares, but {name!r} is in one of them only")
+    for name, tensor in tensors.items():
+        found, expected = (tuple(tensor.shape), tensor.dtype), (tuple(declared[name].shape), declared[name].dtype)
+        if found != expected:
+            raise RunError(f"{what}: tensor {name!r} must be {expected}, got {found}")
+    return tensors
 
 
 def in_order(tensors: Tensors) -> Tensors:

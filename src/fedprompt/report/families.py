@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from fedprompt.config import difference
@@ -86,11 +87,19 @@ def labels(runs: Sequence[Run], swept: str | None = None) -> dict[str, str]:
             for other in configs.values()
             if other.label == config.label
         ]
-        varied = {line.partition(": ")[0] for other in alike[1:] for line in difference(alike[0], other)}
+        pairs = combinations(alike, 2)
+        varied = {line.partition(": ")[0] for one, other in pairs for line in difference(one, other)}
         fields = sorted(field for field in varied if swept is None or not inside(field, swept))
         own = flatten(config.model_dump(mode="json"))
-        names[digest] = " ".join([config.label, *(f"{field}={short(own, field)}" for field in fields)])
+        told = [f"{field}={short(own, field)}" for field in fields if tells(own, field, fields)]
+        names[digest] = " ".join([config.label, *told])
     return names
+
+
+def tells(settings: Settings, field: str, fields: Sequence[str]) -> bool:
+    """Whether a label needs the field: not one of a section that is absent, nor a section of which something else is told."""
+    absent = any(value is None and field != name and inside(field, name) for name, value in settings.items())
+    return not absent and (field in settings or not any(field != other and inside(other, field) for other in fields))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Settings:
@@ -106,7 +115,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Settings:
 
 def short(settings: Settings, field: str) -> str:
     """A value as an override would write it; a method's own field may be absent, and then has its default."""
-    return written(settings[field]) if field in settings else "default"
+    if field in settings:
+        return written(settings[field])
+    return "given" if any(inside(name, field) for name in settings) else "default"
 
 
 def written(value: Any) -> str:
@@ -119,9 +130,10 @@ def settings_of(run: Run) -> Settings:
     The same path can hold other files next week; the fingerprints tell.
     """
     config = run.config.model_dump(mode="json", include={*TASK, *BUDGET})
-    manifest = run.reader.fact("manifest") or {}
+    manifest = run.reader.fact("manifest")
+    source = manifest.get("source") if isinstance(manifest, dict) else None
     found = {
-        "data.fingerprint": manifest.get("source", {}).get("fingerprint"),
+        "data.fingerprint": source.get("fingerprint") if isinstance(source, dict) else None,
         "backbone.digest": run.reader.fact("backbone"),
     }
     return flatten(config) | found

@@ -53,7 +53,7 @@ def calibration(runs: Sequence[Run]) -> Figure:
 def client_heatmap(run: Run) -> Figure:
     """One run: the accuracy of every client that was tested, in every evaluated round."""
     evaluated = [entry["round"] for entry in run.history()]
-    results = [run.reader.evaluations(round) for round in evaluated]
+    results = [run.evaluations(round) for round in evaluated]
     tested = sorted({client for found in results for client in found})  # with held-out clients, only those
     everyone = run.clients
     names = [everyone[client] for client in tested]
@@ -225,7 +225,7 @@ def pooled_bins(runs: Sequence[Run]) -> np.ndarray | None:
     for run in runs:
         history = run.history()
         if history:
-            tables += [result["bins"] for result in run.reader.evaluations(history[-1]["round"]).values()]
+            tables += [result["bins"] for result in run.evaluations(history[-1]["round"]).values()]
     return np.sum(tables, axis=0) if tables else None
 
 

@@ -10,8 +10,9 @@ import csv as comma_separated
 import io
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedprompt.evaluation.novel_figures import stored_figures
@@ -39,6 +40,9 @@ class Row(Labelled):
     values: dict[str, Spread | None]  #: by column key; None where nothing was evaluated yet
     settings: Settings  #: what decides with which rows it can be compared
     repeated: tuple[str, ...] = ()  #: runs left out because their seed is already counted
+    attacked: bool = False  #: some of its clients are malicious
+    refused: dict[str, int] = field(default_factory=dict)  #: updates kept out of all its runs together, by rule
+    epsilon: float | None = None  #: the most that any of its runs has spent; None where nothing is private
 
 
 def percent(spread: Spread) -> str:
@@ -133,6 +137,9 @@ def row_of(family: Family) -> Row:
         values={column.key: spread(values[column.key] for values in each) for column in (*COLUMNS, *NOVEL_COLUMNS)},
         settings=family.settings,
         repeated=family.repeated,
+        attacked=any(run.config.attack is not None for run in family.runs),
+        refused=dict(sum((Counter(run.refused()) for run in family.runs), Counter[str]())),
+        epsilon=max((spent for run in family.runs if (spent := run.epsilon()) is not None), default=None),
     )
 
 
@@ -169,10 +176,20 @@ def notes(rows: Sequence[Row]) -> list[str]:
         newcomers = ["all rows"]
     early = [row.title for row in rows if not row.finished]
     repeated = [name for row in rows for name in row.repeated]
+    attacked = [row.title for row in rows if row.attacked]
+    refused = [
+        f"{row.title}: " + ", ".join(f"{count} for {rule}" for rule, count in sorted(row.refused.items()))
+        for row in rows
+        if row.refused
+    ]
+    private = [f"{row.title}: {row.epsilon:.3g}" for row in rows if row.epsilon is not None]
     lines = [
         ("Not comparable, these settings differ", task),
         ("Different training budget or measurement", budget),
         ("Only clients held out of training are evaluated", newcomers),
+        ("Some clients are malicious, and only the others are evaluated", attacked),
+        ("Updates refused by the guard", refused),
+        ("Differential privacy, epsilon spent", private),
         ("Unfinished", early),
         ("Left out, the same seed is already counted", repeated),
     ]

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import content, run, shared_tensors, worst_difference
+from support import StopAfter, Stopped, content, run, shared_tensors, worst_difference
 
 import fedprompt.experiment
 from fedprompt.config import GuardConfig
 from fedprompt.engines.inprocess import InProcess
-from fedprompt.errors import DivergenceError, QuorumError
+from fedprompt.errors import DivergenceError, QuorumError, RunError
+from fedprompt.federation import wire
 from fedprompt.federation.guard import Guard
 from fedprompt.federation.messages import COHORT, Failure, Reply
 from fedprompt.federation.sampling import sample_cohort
@@ -310,3 +314,16 @@ def test_refusals_are_the_same_after_an_interruption(hostile: Any) -> None:
         return [replace(message, samples=0)] if message.client == 2 else [message]
 
     assert content(hostile(poisoned, name="one")) == content(hostile(poisoned, name="two"))
+
+
+@pytest.mark.parametrize("table", ["server_state", "client_states"])
+def test_stored_tensors_of_another_method_are_told(settings: Any, table: str) -> None:
+    """Valid bytes, wrong names: a resumed run must not stumble over them later."""
+    with pytest.raises(Stopped):
+        run(settings(), observer=StopAfter(1))
+    directory = Path(settings()["output"]["directory"]) / "tiny-fedvpt-seed0"
+    column = "shared" if table == "server_state" else "tensors"
+    with closing(sqlite3.connect(directory / "run.db")) as connection, connection:
+        connection.execute(f"UPDATE {table} SET {column} = ?", (wire.encode({"other": torch.zeros(2)}),))
+    with pytest.raises(RunError, match="must hold the tensors the method declares"):
+        run(settings(), resume=True)

@@ -1,0 +1,131 @@
+"""The audit of a run: what its uploads give away (`evaluation.leak_probes`), what privacy it had, and how fair it was.
+
+Nothing is written: the run file is opened for reading, and clients take part once more in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedprompt.config import Config
+from fedprompt.errors import RunError
+from fedprompt.evaluation.areas import Area, mean_area
+from fedprompt.evaluation.leak_probes import Audit, Row
+from fedprompt.experiment import Experiment, require_same_ground
+from fedprompt.federation import wire
+from fedprompt.federation.budget import Budget
+from fedprompt.federation.states import ClientStates
+from fedprompt.federation.store import PRIVACY
+from fedprompt.method import Server
+from fedprompt.run import Run
+
+SMALL = 5  #: rows of fewer images are counted as small
+
+Finding = dict[str, Any]  #: plain figures of one run, as JSON prints them
+
+
+def open_audit(run: Run) -> Audit:
+    """The federation of a run at its last finished round, on the data and weights it was trained with."""
+    state = run.reader.server_state()
+    if state is None or state[0] < 1:
+        raise RunError(f"run {str(run.directory)!r} must have a finished round to be audited, got none")
+    experiment = Experiment(run.config)
+    if experiment.config.output.threads:
+        torch.set_num_threads(experiment.config.output.threads)
+    source, manifest, backbone, world = experiment.prepare()
+    require_same_ground(run.reader, backbone.digest(), manifest, "audited")
+    shared, own = ({name: tensor.to(world.device) for name, tensor in wire.decode(blob).items()} for blob in state[1:])
+    bank, states = experiment.bank(source, manifest, backbone), ClientStates(run.reader.client_state)
+    terms = experiment.client_runtime(source, world, bank, states).terms
+    return Audit(
+        config=experiment.config,
+        world=world,
+        method=experiment.method,
+        bank=bank,
+        states=states,
+        domain_names=source.domain_names,
+        server=Server(shared, own, state[0]),
+        terms=terms,
+        clip=Budget(experiment.config, terms, run.reader.details(PRIVACY)).clip
+        if terms and terms.settings.quantile
+        else None,
+    )
+
+
+def audit_run(run: Run, clients: int | None = None) -> Finding:
+    """All figures of one run, over all of its clients or over some drawn at random."""
+    audit = open_audit(run)
+    chosen = audit.sample(clients)
+    areas: list[dict[str, dict[str, Area]]] = []
+    rows: list[Row] = []
+    for client in chosen:
+        found, reply = audit.membership(client)
+        areas.append(found)
+        rows += audit.prototypes(reply)
+    return {
+        "run": run.name,
+        "method": audit.config.label,
+        "seed": audit.config.seed,
+        "round": audit.server.round,
+        "clients": len(chosen),
+        "privacy": privacy_of(run),
+        "seen": seen_of(audit.config),
+        "membership": {who: _scores([each[who] for each in areas if who in each]) for who in ("server", "insider")},
+        "prototypes": _prototypes(rows),
+        "fairness": fairness(run),
+    }
+
+
+def _scores(found: Sequence[dict[str, Area]]) -> dict[str, Any] | None:
+    means = {score: mean_area([each[score] for each in found]) for score in ("update", "loss")}
+    return {score: mean.to_json() for score, mean in means.items() if mean is not None} or None
+
+
+def _prototypes(rows: Sequence[Row]) -> dict[str, Any] | None:
+    if not rows:
+        return None
+    membership = mean_area([row.membership for row in rows if row.membership is not None])
+    return {
+        "rows": len(rows),
+        "single_rows": sum(row.members == 1 for row in rows),
+        "small_rows": sum(row.members < SMALL for row in rows),
+        "nearest_is_member": sum(row.nearest_is_member for row in rows) / len(rows),
+        "by_chance": sum(row.members / (row.members + row.others) for row in rows) / len(rows),
+        "membership": None if membership is None else membership.to_json(),
+    }
+
+
+def privacy_of(run: Run) -> dict[str, Any] | None:
+    """The mechanism of a run, and what it had spent in the end; None without one."""
+    settings = run.config.privacy
+    if settings is None:
+        return None
+    notes = run.reader.details(PRIVACY)
+    last = notes[-1] if notes else {}
+    return {
+        **settings.model_dump(mode="json", include={"noise_at", "clip", "target_epsilon", "delta"}),
+        "noise": last.get("noise", settings.noise),
+        "epsilon": last.get("epsilon"),
+    }
+
+
+def seen_of(config: Config) -> str:
+    """At which point of its way the upload was read."""
+    if config.federation.secure_sum:
+        return "before the secure sum"
+    if config.privacy is not None and config.privacy.noise_at == "server":
+        return "before the server's noise"
+    return "as uploaded"
+
+
+def fairness(run: Run) -> dict[str, float] | None:
+    """How far apart the clients' test accuracies are at the last evaluation; None without one."""
+    accuracies = list(run.client_accuracies().values())
+    if not accuracies:
+        return None
+    worst, best = min(accuracies), max(accuracies)
+    return {"std": float(np.std(accuracies)), "worst": worst, "best": best, "spread": best - worst}

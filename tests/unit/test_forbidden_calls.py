@@ -1,0 +1,109 @@
+"""Nothing in the package may run what it reads: the syntax trees of all modules are searched."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fedprompt
+
+pytestmark = pytest.mark.unit
+
+PACKAGE = Path(fedprompt.__file__).parent
+MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+LOADERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("torch.jit", "load"), ("torch.hub", "load")}
+YAML = {"unsafe_load", "full_load", "load_all", "unsafe_load_all", "full_load_all"}
+SHELLS = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("subprocess", "getstatusoutput")}
+
+
+def forbidden(tree: ast.AST) -> Iterator[str]:
+    """What a module must not do, one finding a line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = {name.split(".")[0] for name in [*origin, *(alias.name for alias in node.names)]}
+            yield from (f"line {node.lineno}: import of {name}" for name in sorted(names & MODULES))
+            if origin and (origin[0].split(".")[0], "load") in LOADERS and any(a.name == "load" for a in node.names):
+                yield f"line {node.lineno}: import of {origin[0]}.load"
+        elif isinstance(node, ast.Call):
+            yield from (f"line {node.lineno}: {finding}" for finding in _of_call(node))
+
+
+def _of_call(call: ast.Call) -> Iterator[str]:
+    if isinstance(call.func, ast.Name) and call.func.id in BUILTINS:
+        yield f"{call.func.id}()"
+    if isinstance(call.func, ast.Attribute):
+        called = (ast.unparse(call.func.value), call.func.attr)
+        if called in LOADERS | SHELLS or (called[0] == "yaml" and called[1] in YAML):
+            yield ".".join(called)
+        if called == ("yaml", "load") and [ast.unparse(word.value) for word in call.keywords] != ["_Loader"]:
+            yield "yaml.load with a loader that is not ours"
+    for word in call.keywords:
+        if word.arg in ("allow_pickle", "shell", "trust_remote_code") and ast.unparse(word.value) != "False":
+            yield f"{word.arg}={ast.unparse(word.value)}"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_module_can_run_what_it_reads(path: Path) -> None:
+    assert list(forbidden(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import pickle",
+        "import os, marshal",
+        "from pickle import loads",
+        "from torch import load",
+        "import cloudpickle.compat",
+        "def f():\n    from shelve import open",
+        "torch.load(path)",
+        "torch.load(path, weights_only=True)",
+        "np.load(path)",
+        "numpy.load(path, allow_pickle=False)",
+        "np.lib.format.read_array(stream, allow_pickle=True)",
+        "eval(text)",
+        "exec(text)",
+        "x = [compile(text, '', 'exec')]",
+        "__import__(name)",
+        "yaml.load(text)",
+        "yaml.load(text, Loader=yaml.UnsafeLoader)",
+        "yaml.load(text, yaml.Loader)",
+        "yaml.full_load(text)",
+        "subprocess.run(command, shell=True)",
+        "subprocess.run(command, shell=flag)",
+        "os.system(command)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+    ],
+)
+def test_a_planted_call_is_found(planted: str) -> None:
+    assert list(forbidden(ast.parse(planted)))
+
+
+@pytest.mark.parametrize(
+    "innocent",
+    [
+        "model.eval()",
+        "cursor.execute(query)",
+        "re.compile(pattern)",
+        "yaml.load(text, Loader=_Loader)",
+        "json.load(stream)",
+        "subprocess.run(command, shell=False)",
+        "config.load(path)",
+        "PICKLES = ('.pkl',)",
+    ],
+)
+def test_what_only_looks_like_it_is_left_alone(innocent: str) -> None:
+    assert list(forbidden(ast.parse(innocent))) == []
+
+
+def test_yaml_is_read_by_a_safe_loader() -> None:
+    import yaml
+
+    from fedprompt.config import _Loader
+
+    assert issubclass(_Loader, yaml.SafeLoader)
