@@ -45,8 +45,10 @@ from fedprompt.method import Method, Server, Upload, World
 from fedprompt.roles import Tensors, pick
 from fedprompt.streams import SERVER, stream
 
-STRANGERS = 256  #: images the server has of its own, at most
-REHEARSALS = 5  #: participations, of an epoch each, in which the server plays a client
+STRANGERS = 128  #: images the server has of its own, at most
+REHEARSALS = (
+    5  #: participations, of an epoch each, in which the server plays a client that trains local tensors; else one
+)
 WORST = 1e30  #: stands for a loss that is not finite
 
 
@@ -195,8 +197,9 @@ class Audit:
         found = {}
         if telling and strangers is not None:
             player = self.player(strangers)
-            for rehearsal in range(1, REHEARSALS + 1):
-                player.train(rehearsal, client, received)
+            trains_own = any(set(stage.trainable) & set(self.world.roles.local) for stage in stages)
+            for rehearsal in range(REHEARSALS if trains_own else bool(self.world.roles.local)):
+                player.train(rehearsal + 1, client, received)
             guess = player.working(self.round, client, received)
             found["server"] = self._areas(runtime, telling[0], reply, guess, self.trained(player, guess, reply))
         if stages:
