@@ -41,6 +41,7 @@ from torch import Tensor
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
 from fedprompt.method import Batch, Client, Progress, Prompts, Seen, Stage, World
+from fedprompt.methods.with_own import TRAINED
 from fedprompt.methods.with_text import WithText, check_room, similarity
 from fedprompt.prompts.contexts import random_context
 from fedprompt.prompts.fusion import (
@@ -57,8 +58,6 @@ from fedprompt.prompts.fusion import (
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.registry import register
 from fedprompt.roles import Roles, Tensors, prefixed, stripped
-
-TRAINED = "trained"  #: 1 once the client has taken part
 
 
 @register("pfeddc")

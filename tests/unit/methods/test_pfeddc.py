@@ -22,8 +22,9 @@ from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Method, Seen, World
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.fedmaple import FedMaPLe
-from fedprompt.methods.pfeddc import TRAINED, PFedDC
+from fedprompt.methods.pfeddc import PFedDC
 from fedprompt.methods.promptfl import PromptFL
+from fedprompt.methods.with_own import TRAINED
 from fedprompt.prompts.contexts import Language
 from fedprompt.prompts.fusion import Direction
 from fedprompt.roles import Tensors, stripped
