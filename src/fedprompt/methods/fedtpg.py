@@ -61,7 +61,7 @@ class FedTPG(WithText):
 
     def _known(self, world: World, client: Client) -> Tensor:
         held = client.class_counts > 0
-        if self.names == "all" or not held.any():
+        if self.names == "all" or len(held) != world.classes or not held.any():
             held = torch.ones(world.classes)
         return held.to(world.device, world.dtype)
 
