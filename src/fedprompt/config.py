@@ -254,7 +254,7 @@ class AttackConfig(Section):
 
     kind: Literal["nan", "scale", "sign_flip", "label_flip", "forged_weight", "free_rider"]
     fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2  #: of the clients that take part in training
-    strength: Bound | None = (
+    strength: Annotated[float, Field(gt=0, le=1e12)] | None = (
         None  #: factor of `scale` (10) and `sign_flip` (1) on the update, of `forged_weight` on the images claimed (1000)
     )
 
@@ -268,7 +268,9 @@ class PrivacyConfig(Section):
     clip: Bound | None = 1.0  #: longest update (or gradient, with `step`) that is sent as it is; null for no bound
     clips: dict[str, Bound] = {}  #: bounds of statistics by name pattern, `clip` for those without
     noise: Rate | None = None  #: standard deviation of the noise, as a multiple of the bound
-    target_epsilon: Bound | None = None  #: instead of `noise`: the multiple that spends this epsilon in all rounds
+    target_epsilon: Annotated[float, Field(gt=0, le=1000)] | None = (
+        None  #: instead of `noise`: the multiple that spends this epsilon in all rounds
+    )
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     max_epsilon: Bound | None = None  #: the run ends before the round that would spend more
     quantile: Annotated[float, Field(gt=0, lt=1)] | None = (
@@ -544,6 +546,8 @@ def _set(values: dict[str, Any], path: list[str], value: Any, key: str) -> None:
             values[step] = {}
         if step in ("method", "variant") and isinstance(values[step], str):
             values[step] = {"name": values[step]}
+        if step == "privacy" and isinstance(values[step], str) and values[step] in PRIVACY_PRESETS:
+            values[step] = dict(PRIVACY_PRESETS[values[step]])
         values = values[step]
         if not isinstance(values, dict):
             raise ConfigError(f"override {key} must name a setting inside a section, but {step!r} is a plain value")

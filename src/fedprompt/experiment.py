@@ -35,7 +35,7 @@ from fedprompt.federation.budget import Terms
 from fedprompt.federation.compatibility import check_protections
 from fedprompt.federation.privacy import as_sent
 from fedprompt.federation.rounds import Engine, Federation, Observer
-from fedprompt.federation.sampling import absences, sample_newcomers
+from fedprompt.federation.sampling import absences, away_by_round, sample_newcomers
 from fedprompt.federation.states import ClientStates
 from fedprompt.federation.store import FILE, Event, RunReader, RunStore
 from fedprompt.method import Method, World
@@ -108,7 +108,7 @@ class Experiment:
         self.method.check(world, config.train)
         absences(config.federation, names, world.newcomers)  # raises where they cannot be met
         world = replace(world, roles=self.method.init(world, stream(config.seed, 0, SERVER, "init")))
-        check_protections(config, self.method, world.roles)
+        check_protections(config, self.method, world)
         if novel is not None:
             require_names(self.method, world, novel, backbone, config)
         return source, manifest, backbone, world
@@ -131,7 +131,8 @@ class Experiment:
         terms = self.client_runtime(source, world, self.bank(source, manifest, backbone), nothing).terms
         if terms is None:
             raise ConfigError(broken("privacy", "be given: there is nothing to reckon with", None))
-        return terms, terms.plans(self.config, bool(world.roles.statistics("start")), away_in(self.config, world))
+        away = away_by_round(self.config.federation, world.client_names, world.newcomers)
+        return terms, terms.plans(self.config, bool(world.roles.statistics("start")), away)
 
     def _engine(self, runtime: ClientRuntime) -> Engine:
         """Where clients run; behind a secure sum, where one is asked for."""
@@ -240,15 +241,9 @@ def require_same_ground(stored: RunReader, frozen: str, manifest: Manifest, verb
 
 def agreed(config: Config, world: World, steps: Callable[[int], int]) -> Terms | None:
     """The terms of privacy of a run; `steps` counts the training steps of a client."""
-    participants = [client for client in range(world.clients) if client not in world.newcomers]
     surveys = bool(world.roles.statistics("start"))
-    return Terms.of(config, participants, surveys, steps, away_in(config, world))
-
-
-def away_in(config: Config, world: World) -> Callable[[int], set[int]]:
-    """Who cannot be picked in a round."""
-    absent = absences(config.federation, world.client_names, world.newcomers)
-    return lambda round: {client for client, rounds in absent.items() if round in rounds}
+    away = away_by_round(config.federation, world.client_names, world.newcomers)
+    return Terms.of(config, world.participants, surveys, steps, away)
 
 
 def _versions() -> dict[str, str]:

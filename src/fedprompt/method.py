@@ -73,6 +73,11 @@ class World:
         return len(self.client_names)
 
     @property
+    def participants(self) -> list[int]:
+        """The clients that take part in training: all that are not held out."""
+        return [client for client in range(self.clients) if client not in self.newcomers]
+
+    @property
     def text(self) -> Language:
         """The text tower; a method that reads class names begins by asking for it."""
         if self.language is None:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fedprompt.config import Config
 from fedprompt.evaluation.label_check import sentence, warning
-from fedprompt.federation.messages import Failure, Reply
+from fedprompt.federation.messages import COHORT, Failure, Reply
 from fedprompt.federation.rounds import Observer
 from fedprompt.federation.store import RoundRecord
 
@@ -60,7 +60,8 @@ class LiveProgress(Observer):
 
     def refused(self, round: int, failure: Failure) -> None:
         known = 0 <= failure.client < len(self._names)
-        who = self._names[failure.client] if known else f"client {failure.client}"
+        nobody = "the cohort" if failure.client == COHORT else f"client {failure.client}"
+        who = self._names[failure.client] if known else nobody
         self._console.print(
             f"  round {round}: refused {who} ({failure.rule}: {failure.value})",
             highlight=False,

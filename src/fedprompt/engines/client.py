@@ -157,8 +157,7 @@ class ClientRuntime:
     @cached_property
     def attackers(self) -> frozenset[int]:
         """Clients that are malicious, where the config simulates some."""
-        participants = [client for client in range(self.world.clients) if client not in self.world.newcomers]
-        return sample_attackers(self.config.attack, self.config.seed, participants)
+        return sample_attackers(self.config.attack, self.config.seed, self.world.participants)
 
     def attacks(self, client: int, kind: str) -> bool:
         return self.config.attack is not None and self.config.attack.kind == kind and client in self.attackers
@@ -205,7 +204,8 @@ class ClientRuntime:
             upload = privacy.noised(upload, parts, terms.noise, self._secret(reply.round, reply.client))
         upload = wire.withhold_small(upload, roles.statistics(when))
         if settings.quantile is not None and when == "round":
-            upload[privacy.WITHIN] = torch.tensor(float(norms[0] <= (parts[0].bound or math.inf)))
+            bound = math.inf if parts[0].bound is None else parts[0].bound
+            upload[privacy.WITHIN] = torch.tensor(float(norms[0] <= bound))
         return replace(reply, upload=upload, samples=1, loss=None)
 
     def steps(self, client: int) -> int:

@@ -24,7 +24,7 @@ This module knows no torch; the library `dp_accounting` is the extra `[dp]`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Literal
@@ -135,18 +135,6 @@ def noise_for(target_epsilon: float, delta: float, plan: Plan) -> float:
     while epsilon(found, delta, plan) > target_epsilon:
         found *= 1 + PRECISION / 2
     return found
-
-
-def rounds_within(max_epsilon: float, noise: float, delta: float, plan: Plan) -> int:
-    """How many of the plan's releases (rounds, with noise at the server) can be made before more than this epsilon is spent."""
-    fits, too_many = 0, plan.releases + 1
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if epsilon(noise, delta, replace(plan, releases=middle)) <= max_epsilon:
-            fits = middle
-        else:
-            too_many = middle
-    return fits
 
 
 def _check_delta(delta: float) -> None:

@@ -91,24 +91,27 @@ class Budget:
 
     def round(self, cohorts: Sequence[Sequence[int]], next_clip: float | None) -> Event:
         """A round was made, with one cohort for every attempt at it."""
-        attempts, total = len(cohorts), Counter[int]()
-        for cohort in cohorts:
-            total.update(self._terms.sent_by(cohort))
-        sent = {str(client): count for client, count in sorted(total.items())}
+        attempts = len(cohorts)
+        sent = {str(client): count for client, count in sorted(self._sent(cohorts).items())}
         return self._note({"rounds": attempts, "releases": sent, "clip": self.clip, "next_clip": next_clip})
 
-    def affords(self, cohort: Sequence[int]) -> bool:
-        """Whether one more round of these clients stays within the budget."""
-        most, more = self._terms.settings.max_epsilon, Counter(self._terms.sent_by(cohort))
-        return most is None or self._epsilon(self._rounds + 1, self._releases + more) <= most
+    def affords(self, cohorts: Sequence[Sequence[int]], surveys: int = 0) -> bool:
+        """Whether so many more attempts at a round, each with its cohort, and surveys stay within the budget."""
+        most = self._terms.settings.max_epsilon
+        if most is None:
+            return True
+        return self._epsilon(self._rounds + len(cohorts), self._releases + self._sent(cohorts), surveys) <= most
 
     @property
     def epsilon(self) -> float:
         return self._epsilon(self._rounds, self._releases)
 
-    def _epsilon(self, rounds: int, releases: Counter[int]) -> float:
+    def _sent(self, cohorts: Sequence[Sequence[int]]) -> Counter[int]:
+        return sum((Counter(self._terms.sent_by(cohort)) for cohort in cohorts), Counter[int]())
+
+    def _epsilon(self, rounds: int, releases: Counter[int], surveys: int = 0) -> float:
         most = max(releases.values(), default=0)
-        plan = self._terms.plan(self._config, self._surveys, rounds, most)
+        plan = self._terms.plan(self._config, self._surveys + surveys, rounds, most)
         return epsilon(self._terms.noise, self._terms.settings.delta, plan)
 
     def _note(self, cost: dict[str, Any]) -> Event:

@@ -8,9 +8,12 @@
 | samples | a claim that is no positive whole number, or too large to be believed |
 | bytes | a message larger than its declared tensors can be |
 | keys, shapes, dtypes, finite, minimum | an upload that is not what the method declared (`wire.find_fault`) |
+| counts | a tally of images that is negative, or more than the images claimed |
 | norm | an update longer than the bound, absolute or against the median of the cohort |
 
-A claim of many images is believed up to a multiple of the cohort's median; what is above does not count.
+A claim of many images is believed up to a multiple of the cohort's median; what is above does not count. Where updates are
+private every client counts once, and may say nothing else. The median of an even number is the lower one, so that half of
+a cohort cannot move it at will.
 """
 
 from __future__ import annotations
@@ -18,18 +21,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 import torch
 
 from fedprompt.config import GuardConfig
 from fedprompt.federation import wire
 from fedprompt.federation.messages import COHORT, Failure, Reply
+from fedprompt.federation.privacy import WITHIN
 from fedprompt.federation.wire import Fault
 from fedprompt.roles import Roles, Tensors
 
 ROOM = 1.5  #: of a message over the bytes of its declared tensors: statistics may come in double precision
 NAMES = 4096  #: bytes for names and shapes
+LARGEST_LOSS = 1e30  #: that of a cohort can still be added up
 
 Reference = Callable[[int], Tensors]  #: the shared tensors a client started from
 
@@ -51,8 +56,8 @@ class Admitted:
 class Guard:
     """Pure decisions on the replies of one round; it keeps no state between rounds."""
 
-    def __init__(self, settings: GuardConfig, roles: Roles) -> None:
-        self._settings, self._roles = settings, roles
+    def __init__(self, settings: GuardConfig, roles: Roles, private: bool = False) -> None:
+        self._settings, self._roles, self._private = settings, roles, private
 
     def admit(
         self,
@@ -68,14 +73,14 @@ class Guard:
         """
         when = "round" if round else "start"
         expected = (COHORT,) if as_one else tuple(cohort)
-        most_samples = self._settings.max_samples * (len(cohort) if as_one else 1)
+        clients = len(cohort) if as_one else 1
         good: dict[int, Reply] = {}
         refused: list[Failure] = []
         for message in arriving:
             if isinstance(message, Failure):
                 refused.append(message)
                 continue
-            fault = self._out_of_turn(message, round, expected, good) or self._malformed(message, when, most_samples)
+            fault = self._out_of_turn(message, round, expected, good) or self._malformed(message, when, clients)
             fault = fault or self._too_long(message, reference)
             if fault is None:
                 good[message.client] = message
@@ -95,7 +100,7 @@ class Guard:
         claims = [float(reply.samples) for reply in replies]
         if self._settings.weight_cap is None or not claims:
             return claims, []
-        cap = self._settings.weight_cap * median(claims)
+        cap = self._settings.weight_cap * median_low(claims)
         cut = [
             Failure(reply.client, "weight", f"counts as {cap:g} images, claimed {reply.samples}")
             for reply in replies
@@ -112,15 +117,38 @@ class Guard:
             return Fault("round", f"must answer round {round}, got {reply.round}")
         return None
 
-    def _malformed(self, reply: Reply, when: str, most_samples: int) -> Fault | None:
+    def _malformed(self, reply: Reply, when: str, clients: int) -> Fault | None:
+        """What is wrong with a reply that stands for so many clients."""
+        most_samples = clients * (1 if self._private else self._settings.max_samples)
         if type(reply.samples) is not int or not 0 < reply.samples <= most_samples:
             return Fault("samples", f"must be in 1..{most_samples}, got {reply.samples!r}")
-        if reply.loss is not None and not math.isfinite(reply.loss):
-            return Fault("finite", f"loss must be finite, got {reply.loss}")
+        if reply.loss is not None and not abs(reply.loss) < LARGEST_LOSS:
+            return Fault("finite", f"loss must be finite and below {LARGEST_LOSS:g}, got {reply.loss}")
         size, most = wire.size_in_bytes(reply.upload), self.most_bytes(when)
         if size > most:
             return Fault("bytes", f"must be at most {most}, got {size}")
-        return wire.find_fault(reply.upload, self._roles, when)
+        return wire.find_fault(reply.upload, self._roles, when) or self._wrong_tally(reply, when, clients)
+
+    def _wrong_tally(self, reply: Reply, when: str, clients: int) -> Fault | None:
+        """Counts of images cannot be more than there are; noise makes an exception of all but the bit that was never noised."""
+        statistics = self._roles.statistics(when)
+        limits: dict[str, int] = {WITHIN: clients} if WITHIN in statistics else {}
+        if not self._private and reply.client != COHORT:
+            choices = {name for name, statistic in statistics.items() if statistic.choice}
+            limits |= dict.fromkeys(choices | self._counts(when), reply.samples)
+        for name, most in limits.items():
+            tally = reply.upload[name].double()
+            if (tally < 0).any() or tally.sum() > most + 1e-3:
+                return Fault(
+                    "counts", f"{name} must be at least 0 and add up to at most {most}, got {float(tally.sum()):g}"
+                )
+        return None
+
+    def counted_as(self, upload: Tensors, share: float, when: str) -> Tensors:
+        """An upload whose sums over images count only in part, with the means they stand for unchanged."""
+        statistics = self._roles.statistics(when)
+        summed = self._counts(when) | {name for name, each in statistics.items() if each.count is not None}
+        return {name: tensor * share if name in summed and share < 1 else tensor for name, tensor in upload.items()}
 
     def _too_long(self, reply: Reply, reference: Reference) -> Fault | None:
         bound = self._settings.norm
@@ -144,7 +172,7 @@ class Guard:
             return {}
         measured = {reply.client: self._lengths(reply, reference, when) for reply in replies}
         for part in next(iter(measured.values()), {}):
-            middle = median(lengths[part] for lengths in measured.values())
+            middle = median_low(lengths[part] for lengths in measured.values())
             for client, lengths in measured.items():
                 if middle > 0 and lengths[part] > factor * middle:
                     found[client] = (
@@ -152,13 +180,16 @@ class Guard:
                     )
         return found
 
+    def _counts(self, when: str) -> set[str]:
+        """The statistics that tell how many images are in the rows of others."""
+        return {each.count for each in self._roles.statistics(when).values() if each.count is not None}
+
     def _lengths(self, reply: Reply, reference: Reference, when: str) -> dict[str, float]:
         """The norm of the update, and of every statistic per image it was summed over; counts of images are as they are."""
         lengths = {"update": update_norm(reply.upload, reference(reply.client))} if when == "round" else {}
         statistics = self._roles.statistics(when)
-        counts = {statistic.count for statistic in statistics.values()}
         for name, statistic in statistics.items():
-            if name in counts:
+            if name in self._counts(when):
                 continue
             images = 1.0 if statistic.count is None else max(1.0, float(reply.upload[statistic.count].sum()))
             lengths[name] = float(reply.upload[name].double().norm()) / images

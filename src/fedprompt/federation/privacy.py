@@ -49,9 +49,14 @@ def groups(roles: Roles, when: str, settings: PrivacyConfig, clip: float | None 
         shapes = {name: tuple(roles.shared[name].shape) for name in sorted(roles.shared)}
         found.append(Group(shapes, settings.clip if clip is None else clip))
     for name, statistic in sorted(roles.statistics(when).items()):
-        bounds = (bound for pattern, bound in settings.clips.items() if fnmatchcase(name, pattern))
-        found.append(Group({name: statistic.shape}, next(bounds, settings.clip)))
+        found.append(Group({name: statistic.shape}, bound_of(name, settings)))
     return tuple(found)
+
+
+def bound_of(statistic: str, settings: PrivacyConfig) -> float | None:
+    """The longest a statistic may be."""
+    bounds = (bound for pattern, bound in settings.clips.items() if fnmatchcase(statistic, pattern))
+    return next(bounds, settings.clip)
 
 
 def as_sent(roles: Roles, settings: PrivacyConfig | None) -> Roles:

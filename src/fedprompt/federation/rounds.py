@@ -14,14 +14,14 @@ from typing import Any, Protocol
 import torch
 
 from fedprompt.config import Config, FederationConfig
-from fedprompt.errors import DivergenceError, FedpromptError, QuorumError
+from fedprompt.errors import ConfigError, DivergenceError, FedpromptError, QuorumError, broken
 from fedprompt.evaluation.metrics import ClientResult, summarise
 from fedprompt.federation import privacy, wire
 from fedprompt.federation.aggregate import rule, shares
 from fedprompt.federation.budget import Budget, Terms
 from fedprompt.federation.guard import Admitted, Guard
 from fedprompt.federation.messages import COHORT, Failure, Reply
-from fedprompt.federation.sampling import absences, sample_attackers, sample_cohort
+from fedprompt.federation.sampling import away_by_round, sample_attackers, sample_cohort
 from fedprompt.federation.store import PRIVACY, REFUSED, Event, RoundRecord, RunStore
 from fedprompt.method import Combine, Method, Server, Upload, World
 from fedprompt.roles import Tensors
@@ -86,6 +86,8 @@ class Federation:
             self.observer.checked(label_check)
         for round in range(server.round + 1, settings.rounds + 1):
             if not self._affords(round):
+                if not server.round:
+                    raise self._no_room("round 1")
                 self.observer.spent(round, self.budget.epsilon if self.budget else 0.0)
                 break
             server = self._round(server, round)
@@ -93,12 +95,11 @@ class Federation:
             self.afterwards(server.round, self.tested, self._downloads(server))
         self.observer.finished()
 
-    @cached_property
-    def participants(self) -> list[int]:
-        """The clients that take part in training: all that are not held out."""
-        return [client for client in range(self.world.clients) if client not in self.world.newcomers]
-
     @property
+    def participants(self) -> list[int]:
+        return self.world.participants
+
+    @cached_property
     def tested(self) -> list[int]:
         """The clients that are evaluated: those held out if there are any, else all that are honest."""
         attackers = sample_attackers(self.config.attack, self.config.seed, self.participants)
@@ -107,7 +108,8 @@ class Federation:
 
     @cached_property
     def guard(self) -> Guard:
-        return Guard(self.config.guard, privacy.as_sent(self.world.roles, self.config.privacy))
+        roles = privacy.as_sent(self.world.roles, self.config.privacy)
+        return Guard(self.config.guard, roles, private=self.config.privacy is not None)
 
     @cached_property
     def budget(self) -> Budget | None:
@@ -120,8 +122,8 @@ class Federation:
         return rule(self.config.aggregation)
 
     @cached_property
-    def away(self) -> dict[int, range]:
-        return absences(self.config.federation, self.world.client_names, self.world.newcomers)
+    def away(self) -> Callable[[int], set[int]]:
+        return away_by_round(self.config.federation, self.world.client_names, self.world.newcomers)
 
     def _load(self) -> Server | None:
         row = self.store.server_state()
@@ -139,11 +141,14 @@ class Federation:
         admitted = Admitted([], [])
         events: list[Event] = []
         if roles.statistics("start"):
+            if self.budget is not None and not self.budget.affords([], surveys=1):
+                raise self._no_room("the survey before round 1")
             with clock.phase("survey"):
                 arriving = self.engine.survey(self.participants, self._downloads(server, sent))
                 admitted = self._admitted(arriving, 0, self.participants, server)
                 if not self._has_quorum(admitted, self.participants):
-                    raise self._no_quorum(0, self.participants, admitted, _events(admitted))
+                    spent = [self.budget.survey()] if self.budget else []
+                    raise self._no_quorum(0, self.participants, admitted, [*_events(admitted), *spent])
                 uploads, _ = self._uploads(admitted.replies, server, "start")
                 server = _in_order(self.method.survey(self.world, server, uploads))
             events += [self.budget.survey()] if self.budget else []
@@ -160,7 +165,7 @@ class Federation:
         with clock.phase("aggregate"):
             uploads, capped = self._uploads(trained.admitted.replies, server, "round")
             if uploads:
-                server = self.method.aggregate(self.world, server, uploads, self.combine)
+                server = self._finite(self.method.aggregate(self.world, server, uploads, self.combine), round)
             events += [Event(each.client, "capped", each.value) for each in capped]
             if self.budget is not None:
                 next_clip = self._next_clip(trained.admitted.replies, server.round + 1)
@@ -189,13 +194,15 @@ class Federation:
         """Replies of a quorum. A round that has none is tried again with another cohort, as often as the guard allows."""
         events: list[Event] = []
         cohorts: list[list[int]] = []
+        sent: dict[int, int] = {}
         attempts = 1 + self.config.guard.repeats
         for attempt in range(attempts):
             cohort = self._cohort(round, attempt)
+            if attempt and self.budget is not None and not self.budget.affords([*cohorts, cohort]):
+                break
             self.observer.cohort(round, cohort)
-            sent: dict[int, int] = {}
             with clock.phase("train"):
-                arriving = self.engine.train(round, cohort, self._downloads(server, sent))
+                arriving = self.engine.train(round, cohort, self._downloads(server, sent, self._moving_clip()))
                 admitted = self._admitted(self._watched(round, arriving), round, cohort, server)
             events += _events(admitted)
             cohorts.append(cohort)
@@ -206,13 +213,29 @@ class Federation:
             self.engine.discard(cohort)
             if attempt + 1 < attempts:
                 events.append(Event(None, "repeated", f"{admitted.answered(cohort)} of {len(cohort)} updates accepted"))
-        raise self._no_quorum(round, cohort, admitted, events)
+        events += [self.budget.round(cohorts, None)] if self.budget else []
+        raise self._no_quorum(round, cohorts[-1], admitted, events)
 
     def _cohort(self, round: int, attempt: int) -> list[int]:
-        settings = self.config.federation
-        away = {client for client, rounds in self.away.items() if round in rounds}
-        poisson = settings.sampling == "poisson"
+        settings, poisson = self.config.federation, self.config.federation.sampling == "poisson"
+        away = self.away(round)
         return sample_cohort(self.config.seed, round, self.participants, settings.fraction, away, attempt, poisson)
+
+    def _finite(self, server: Server, round: int) -> Server:
+        """Raise where finite updates have become something else together."""
+        for name, tensor in {**server.shared, **server.own}.items():
+            if not tensor.isfinite().all():
+                raise DivergenceError(f"server tensor {name!r} after round {round} must be finite, got NaN or infinity")
+        return server
+
+    def _no_room(self, what: str) -> FedpromptError:
+        most = self.config.privacy.max_epsilon if self.config.privacy else None
+        return ConfigError(broken("privacy.max_epsilon", f"leave room for {what}", most))
+
+    def _moving_clip(self) -> float | None:
+        """The bound that clients have to be told, since it moves."""
+        moves = self.config.privacy is not None and self.config.privacy.quantile is not None
+        return self.budget.clip if moves and self.budget is not None else None
 
     def _admitted(
         self, arriving: Iterable[Reply | Failure], round: int, cohort: Sequence[int], server: Server
@@ -254,16 +277,18 @@ class Federation:
             return 8 * numbers * admitted.answered(cohort)
         return sum(wire.size_in_bytes(reply.upload) for reply in admitted.replies)
 
-    def _downloads(self, server: Server, sent: dict[int, int] | None = None) -> Callable[[int], Tensors]:
-        """What each client receives, audited; `sent` notes how many bytes that was."""
+    def _downloads(
+        self, server: Server, sent: dict[int, int] | None = None, clip: float | None = None
+    ) -> Callable[[int], Tensors]:
+        """What each client receives, audited; `sent` adds up how many bytes that was. `clip` goes with it where given."""
 
         def download(client: int) -> Tensors:
             tensors = dict(self.method.download(self.world, server, client))
-            if self.config.privacy is not None and self.config.privacy.quantile is not None and self.budget is not None:
-                tensors[privacy.CLIP] = torch.tensor(self.budget.clip, dtype=torch.float64)
+            if clip is not None:
+                tensors[privacy.CLIP] = torch.tensor(clip, dtype=torch.float64)
             wire.audit_download(tensors, self.world.roles, self.world.client_names[client])
             if sent is not None:
-                sent[client] = wire.size_in_bytes(tensors)
+                sent[client] = sent.get(client, 0) + wire.size_in_bytes(tensors)
             return {name: tensor.detach() for name, tensor in tensors.items()}
 
         return download
@@ -274,24 +299,30 @@ class Federation:
             return [Upload(COHORT, self._noised_sum(replies, server, when, self.terms), 1.0)], []
         if not replies:
             return [], []
-        claims, capped = self.guard.weights(replies)
-        if self.config.federation.weighting == "uniform":
-            claims, capped = [1.0] * len(replies), []
-        weights = shares(claims)
-        uploads = [Upload(reply.client, reply.upload, weight) for reply, weight in zip(replies, weights, strict=True)]
+        believed, capped = self.guard.weights(replies)
+        uniform = self.config.federation.weighting == "uniform"
+        weights = shares([1.0] * len(replies) if uniform else believed)
+        uploads = [
+            Upload(reply.client, self.guard.counted_as(reply.upload, images / reply.samples, when), weight)
+            for reply, images, weight in zip(replies, believed, weights, strict=True)
+        ]
         return uploads, capped
 
     def _noised_sum(self, replies: Sequence[Reply], server: Server, when: str, terms: Terms) -> Tensors:
         parts = privacy.groups(self.world.roles, when, terms.settings, self.budget.clip if self.budget else None)
         noise = terms.noise if when == "start" else privacy.update_noise(terms.noise, self._bit_noise(terms))
+        reference = server.shared if when == "round" else {}
+        secure = self.config.federation.secure_sum
         total = privacy.noised_sum(
-            [reply.upload for reply in replies],
-            server.shared if when == "round" else {},
+            [reply.upload if secure else privacy.bounded(reply.upload, reference, parts)[0] for reply in replies],
+            reference,
             parts,
             terms.expected,
             noise,
             stream(self.config.seed, server.round + (when == "round"), SERVER, "privacy"),
-            [float(reply.samples) for reply in replies],
+            [
+                float(reply.samples) for reply in replies
+            ],  # of how many clients it is the mean: one, but for a secure sum
         )
         return wire.withhold_small(total, self.world.roles.statistics(when))
 
@@ -314,7 +345,7 @@ class Federation:
         """Whether the privacy budget has room for this round."""
         if self.budget is None or round > self.config.federation.rounds:
             return True
-        return self.budget.affords(self._cohort(round, 0))
+        return self.budget.affords([self._cohort(round, 0)])
 
     def _watched(self, round: int, arriving: Iterable[Reply | Failure]) -> Iterator[Reply | Failure]:
         for message in arriving:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -57,6 +57,14 @@ def absences(settings: FederationConfig, client_names: Sequence[str], newcomers:
     return found
 
 
+def away_by_round(
+    settings: FederationConfig, client_names: Sequence[str], newcomers: Collection[int]
+) -> Callable[[int], set[int]]:
+    """Who cannot be picked in a round."""
+    absent = absences(settings, client_names, newcomers)
+    return lambda round: {client for client, rounds in absent.items() if round in rounds}
+
+
 def sample_newcomers(seed: int, clients: int, share: float) -> frozenset[int]:
     """The clients that are held out for a whole run; at least one stays in, and one is held out if any share is asked for."""
     if not share:
@@ -72,7 +80,8 @@ def sample_attackers(attack: AttackConfig | None, seed: int, clients: Sequence[i
     if attack is None:
         return frozenset()
     order = torch.randperm(len(clients), generator=stream(seed, 0, SERVER, "attackers")).tolist()
-    return frozenset(clients[place] for place in order[: round_half_up(attack.fraction * len(clients))])
+    count = min(round_half_up(attack.fraction * len(clients)), len(clients) - 1)  # somebody is honest
+    return frozenset(clients[place] for place in order[:count])
 
 
 def cohort_size(fraction: float, clients: int) -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedprompt.config import PRIVACY_PRESETS
 from fedprompt.errors import ConfigError
-from fedprompt.federation.accounting import Plan, epsilon, noise_for, rounds_within
+from fedprompt.federation.accounting import Plan, epsilon, noise_for
 
 pytestmark = pytest.mark.unit
 dp_accounting = pytest.importorskip("dp_accounting")
@@ -168,15 +168,6 @@ def test_a_delta_that_allows_everything_still_gets_some_noise() -> None:
     """One round with one client of a thousand: with probability 0.999 a client is not even asked."""
     plan = drawn(1, 1, 1000)
     assert 0 < noise_for(1.0, 0.05, plan) < 1e-2 * noise_for(1.0, 0.05, replace(plan, cohort=1000))
-
-
-def test_rounds_within_a_budget() -> None:
-    for plan in (everybody(1000), Plan("client", 1000, surveys=1)):
-        count = rounds_within(4.0, 5.0, 1e-5, plan)
-        assert epsilon(5.0, 1e-5, replace(plan, releases=count)) <= 4.0
-        assert epsilon(5.0, 1e-5, replace(plan, releases=count + 1)) > 4.0
-    assert rounds_within(4.0, 5.0, 1e-5, everybody(2)) == 2
-    assert rounds_within(4.0, 0.0, 1e-5, everybody(2)) == 0
 
 
 def test_the_presets_of_pfedmoap() -> None:

@@ -67,6 +67,7 @@ HOSTILE = {
     "minimum": reply(1, upload=upload(counts=torch.tensor([1.0, 5.0]))),
     "norm": reply(1, upload=upload(100.0)),
     "bytes": reply(1, upload=upload(junk=torch.zeros(100_000))),
+    "counts": reply(1, upload=upload(counts=torch.tensor([3.0, 50.0]))),
 }
 
 
@@ -89,8 +90,8 @@ def test_a_loss_is_finite(loss: float) -> None:
 
 
 def test_a_second_reply_of_a_client_is_refused_and_the_first_one_kept() -> None:
-    found = admit([reply(0), reply(1, samples=3), reply(1, samples=9)])
-    assert [(each.client, each.samples) for each in found.replies] == [(0, 10), (1, 3)]
+    found = admit([reply(0), reply(1, samples=30), reply(1, samples=9)])
+    assert [(each.client, each.samples) for each in found.replies] == [(0, 10), (1, 30)]
     assert [(each.client, each.rule) for each in found.refused] == [(1, "replayed")]
 
 
@@ -110,7 +111,7 @@ def test_a_statistic_is_held_against_the_median_per_image() -> None:
     """Ten times the images may be ten times the sum; the same sum from a tenth of the images is too much."""
     large = upload(sums=torch.full((2, 3), 10.0), counts=torch.tensor([30.0, 50.0]))
     forged = upload(sums=torch.full((2, 3), 10.0))
-    replies = [reply(0), reply(1), reply(2), reply(3, upload=large), reply(4, upload=forged)]
+    replies = [reply(0), reply(1), reply(2), reply(3, upload=large, samples=100), reply(4, upload=forged)]
     refused = admit(replies, norm_factor=5.0).refused
     assert [each.client for each in refused] == [4]
     assert "sums must be at most 5 times the median" in refused[0].value
@@ -141,6 +142,36 @@ def test_no_claim_counts_more_than_the_cap(claims: list[int], cap: float) -> Non
     assert max(weights) <= cap * middle * (1 + 1e-9)
     for claim, weight, client in zip(claims, weights, range(len(claims)), strict=True):
         assert (weight == claim) == (client not in [each.client for each in cut])
+
+
+def test_half_of_a_cohort_cannot_move_the_median() -> None:
+    """The lower one of two: a forger beside one honest client counts as the cap, not as half of what it claims."""
+    replies = [reply(0, samples=100), reply(1, samples=10**7)]
+    assert Guard(GuardConfig(weight_cap=20.0), ROLES).weights(replies)[0] == [100.0, 2000.0]
+    two = [reply(0, upload=upload(1.0)), reply(1, upload=upload(1e9))]
+    assert [each.client for each in admit(two, norm_factor=3.0).refused] == [1]
+
+
+def test_sums_of_a_capped_client_count_in_part_and_keep_their_means() -> None:
+    sent = upload(sums=torch.full((2, 3), 6.0))
+    part = Guard(GuardConfig(), ROLES).counted_as(sent, 0.5, "round")
+    assert torch.equal(part["sums"] / part["counts"][:, None], sent["sums"] / sent["counts"][:, None])
+    assert part["counts"].tolist() == [1.5, 2.5]
+    assert torch.equal(part["prompt"], sent["prompt"])
+
+
+@pytest.mark.parametrize("choice", [[-1.0, 2.0], [11.0, 0.0]])
+def test_a_choice_is_no_lever(choice: list[float]) -> None:
+    roles = Roles(shared=ROLES.shared, stat={"which": Statistic((2,), choice=True)})
+    sent = {"prompt": torch.zeros(2, 3), "which": torch.tensor(choice)}
+    found = Guard(GuardConfig(), roles).admit([reply(0, upload=sent)], 1, (0,), lambda client: roles.shared)
+    assert [each.rule for each in found.refused] == ["counts"]
+
+
+def test_a_private_client_counts_once() -> None:
+    guard = Guard(GuardConfig(), ROLES, private=True)
+    found = guard.admit([reply(0, samples=1), reply(1, samples=2)], 1, (0, 1), lambda client: ROLES.shared)
+    assert [(each.client, each.rule) for each in found.refused] == [(1, "samples")]
 
 
 def test_without_a_cap_claims_count_in_full() -> None:
@@ -305,6 +336,23 @@ def test_a_client_that_diverges_alone_is_left_out(settings: Any, monkeypatch: py
 def test_a_run_that_diverges_everywhere_says_so(settings: Any) -> None:
     with pytest.raises(DivergenceError, match=r"smaller train\.lr"):
         run(settings(train={"lr": 1e30}))
+
+
+def test_finite_updates_that_overflow_together_do_not_reach_the_run_file(settings: Any, monkeypatch: Any) -> None:
+    from fedprompt.methods.fedvpt import FedVPT
+
+    aggregate = FedVPT.aggregate
+
+    def overflowing(self: FedVPT, *arguments: Any) -> Any:
+        server = aggregate(self, *arguments)
+        return replace(server, own={"sum": torch.tensor([float("inf")])})
+
+    monkeypatch.setattr(FedVPT, "aggregate", overflowing)
+    with pytest.raises(DivergenceError, match="server tensor 'sum' after round 1 must be finite"):
+        run(settings())
+    assert [record.round for record in Run(Path(settings()["output"]["directory"]) / "tiny-fedvpt-seed0").rounds()] == [
+        0
+    ]
 
 
 def test_refusals_are_the_same_after_an_interruption(hostile: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from support import (
 )
 
 import fedprompt.experiment
+from fedprompt import config as configuration
 from fedprompt.engines.inprocess import InProcess
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, DivergenceError, QuorumError
 from fedprompt.federation.accounting import Plan, epsilon, noise_for
 from fedprompt.federation.guard import update_norm
 from fedprompt.federation.messages import Failure, Reply
@@ -154,7 +156,7 @@ def test_epsilon_after_every_round_is_the_accountants(settings: Any) -> None:
 
 
 def test_a_survey_costs_as_much_as_a_round(settings: Any) -> None:
-    done = run(settings(method=PEP, privacy={"noise": 3.0, "delta": 1e-3}))
+    done = run(settings(method=PEP, privacy={"noise": 3.0, "delta": 1e-3, "clips": {"*.counts": 9.0}}))
     assert [cost["epsilon"] for cost in costs(done)] == [
         epsilon(3.0, 1e-3, Plan("client", number, 4, 4, surveys=1)) for number in range(3)
     ]
@@ -229,7 +231,30 @@ def test_statistics_are_noised_and_small_rows_withheld(settings: Any) -> None:
     [
         ({"method": "ifca", "privacy": {"noise": 1.0}}, "statistic 'cluster' is a choice"),
         ({"method": "pfedpg", "privacy": {"noise": 1.0, "noise_at": "server"}}, r"privacy\.noise_at must be client"),
-        ({"method": PEP, "privacy": {"noise": 1.0, "noise_at": "step"}}, "sends more than what its steps trained"),
+        (
+            {"method": PEP, "privacy": {"noise": 1.0, "noise_at": "step", "clip": 9.0}},
+            "send more than what its steps trained",
+        ),
+        ({"method": PEP, "privacy": {"noise": 1.0}}, r"privacy\.clips must have a bound above 1 for 'start\.counts'"),
+        (
+            {"privacy": {"noise": 1.0, "noise_at": "step"}, "train": {"clip_norm": 1.0}},
+            r"train\.clip_norm must be null",
+        ),
+        (
+            {"privacy": {"noise": 1.0, "noise_at": "server"}, "guard": {"norm_factor": 3.0}},
+            r"guard\.norm_factor must be null",
+        ),
+        (
+            {"privacy": {"noise": 1.0, "noise_at": "server"}, "federation": {"away": {"client_1": [1, 1]}}},
+            r"federation\.sampling must be poisson",
+        ),
+        (
+            {"method": "local", "privacy": {"noise": 1.0, "noise_at": "server", "quantile": 0.5}},
+            r"privacy\.quantile must be null",
+        ),
+        ({"federation": {"secure_sum": True, "fraction": 0.5}}, r"federation\.fraction must give cohorts of 3"),
+        ({"privacy": {"target_epsilon": 1e9}}, r"privacy\.target_epsilon must"),
+        ({"attack": {"kind": "forged_weight", "strength": 1e308}}, r"attack\.strength must"),
         (
             {"privacy": {"noise": 1.0, "noise_at": "server"}, "aggregation": {"rule": "median"}},
             r"aggregation\.rule must be mean",
@@ -244,3 +269,73 @@ def test_statistics_are_noised_and_small_rows_withheld(settings: Any) -> None:
 def test_what_does_not_fit_is_refused_before_training(settings: Any, changes: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         experiment(settings(**changes)).prepare()
+
+
+@pytest.mark.parametrize("kind", ["forged_weight", "scale", "sign_flip"])
+def test_one_liar_moves_a_noised_sum_no_farther_than_the_clip(settings: Any, kind: str) -> None:
+    """Four clients and a clip of 0.01: whatever one of them sends, the mean moves by a hundredth at most."""
+    privacy = {"noise_at": "server", "noise": 0.0, "clip": 0.01, "quantile": 0.5}
+    attack = {"kind": kind, "fraction": 0.25, "strength": 1e5}
+    start = experiment(settings()).prepare()[3].roles.shared
+    done = run(settings(privacy=privacy, attack=attack, federation={"rounds": 1}))
+    assert update_norm(shared_tensors(done), start) <= 0.01 * (1 + 1e-6)
+    assert 0 < costs(done)[-1]["next_clip"] < 0.02
+
+
+def test_a_budget_counts_every_attempt(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All updates of round 2 are refused twice, and the run stops: what was sent is on the bill when it is resumed."""
+
+    class Refused(InProcess):
+        def train(self, round: int, clients: Sequence[int], download: Any) -> Iterator[Reply | Failure]:
+            for message in super().train(round, clients, download):
+                assert isinstance(message, Reply)
+                yield replace(message, samples=0) if round == 2 else message
+
+    values = settings(privacy={"noise": 3.0, "delta": 1e-3}, federation={"rounds": 2})
+    with monkeypatch.context() as patched:
+        patched.setattr(fedprompt.experiment, "InProcess", Refused)
+        with pytest.raises(QuorumError):
+            run(values)
+    done = run(values, resume=True)
+    assert [cost["epsilon"] for cost in costs(done)] == [
+        epsilon(3.0, 1e-3, Plan("client", releases, 4, 4)) for releases in (1, 3, 4)
+    ]
+
+
+def test_a_budget_has_no_room_for_repeats_it_cannot_pay(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(InProcess):
+        def train(self, round: int, clients: Sequence[int], download: Any) -> Iterator[Reply | Failure]:
+            return iter([Failure(client, "finite", "") for client in clients])
+
+    monkeypatch.setattr(fedprompt.experiment, "InProcess", Refused)
+    once, twice = (epsilon(3.0, 1e-3, Plan("client", releases, 4, 4)) for releases in (1, 2))
+    privacy = {"noise": 3.0, "delta": 1e-3, "max_epsilon": (once + twice) / 2}
+    with pytest.raises(DivergenceError):
+        run(settings(privacy=privacy))
+    stopped = Run(settings()["output"]["directory"] + "/tiny-fedvpt-seed0")
+    assert [cost["epsilon"] for cost in costs(stopped)] == [once]
+
+
+@pytest.mark.parametrize("method", [{"name": "fedvpt"}, PEP], ids=lambda each: each["name"])
+def test_a_budget_that_buys_nothing_is_told(settings: Any, method: Any) -> None:
+    privacy = {"noise": 1.0, "max_epsilon": 0.01, "clip": 9.0}
+    with pytest.raises(ConfigError, match=r"privacy\.max_epsilon must leave room for"):
+        run(settings(method=method, privacy=privacy))
+
+
+def test_a_preset_can_be_changed_by_overrides() -> None:
+    values = configuration.apply_overrides({"privacy": "pfedmoap-25"}, ["privacy.target_epsilon=8", "privacy.clip=0.5"])
+    assert values["privacy"] == {"noise_at": "client", "target_epsilon": 8, "delta": 0.05, "clip": 0.5}
+    assert configuration.PRIVACY_PRESETS["pfedmoap-25"]["target_epsilon"] == 25.0
+
+
+def test_noise_on_a_secure_sum_is_noise_on_the_sum(settings: Any) -> None:
+    """The same bound, bit and noise, whether the server could look at single updates or not."""
+    privacy = {"noise_at": "server", "noise": 0.5, "clip": 0.05, "quantile": 0.5}
+    seen = run(settings(name="seen", method=PEP, privacy={**privacy, "clips": {"*": 9.0}}))
+    hidden = run(
+        settings(name="hidden", method=PEP, privacy={**privacy, "clips": {"*": 9.0}}, federation={"secure_sum": True})
+    )
+    assert worst_difference(shared_tensors(seen), shared_tensors(hidden)) < 1e-6
+    assert worst_difference(server_tensors(seen), server_tensors(hidden)) < 1e-5
+    assert [cost["epsilon"] for cost in costs(seen)] == [cost["epsilon"] for cost in costs(hidden)]
