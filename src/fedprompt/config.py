@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedprompt.errors import ConfigError, broken
 from fedprompt.reading import read_text
@@ -30,13 +30,24 @@ NotNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
+Name = Annotated[str, Field(min_length=1, max_length=150, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 
 
 MOST_BYTES = 2**18  #: of a YAML text
 MOST_NODES = 10_000  #: keys and values in it
 MOST_LEVELS = 16  #: of sections inside sections
 MOST_RUNS = 10_000  #: of one sweep
+MOST_TEXT = 64 * 2**20  #: bytes of settings, written out for every run of a sweep
+
+
+def _on_disk(value: str) -> str:
+    """A name that a file system can have."""
+    if "\0" in value or len(value) > 1024 or any(len(part.encode()) > 255 for part in value.split("/")):
+        raise ValueError("be a path of at most 1024 letters, 255 bytes in each part, and no null character")
+    return value
+
+
+Location = Annotated[str, AfterValidator(_on_disk)]  #: a path, or a name that may be one
 
 
 class _Loader(yaml.SafeLoader):
@@ -120,7 +131,7 @@ class Section(BaseModel):
 class DataConfig(Section):
     """Which images there are, and how they become squares."""
 
-    source: str = "embedded"  #: `embedded`, `tiny`, a folder, a parquet file, or `hub:owner/name`
+    source: Location = "embedded"  #: `embedded`, `tiny`, a folder, a parquet file, or `hub:owner/name`
     format: Literal["auto", "embedded", "tiny", "folder", "domain_folder", "parquet", "cifar10", "cifar100", "hub"] = (
         "auto"
     )
@@ -156,13 +167,13 @@ class PartitionConfig(Section):
     min_test: Positive = 1  #: and this many test images
     max_tries: Positive = 100  #: Dirichlet draws before giving up on the minimum sizes
     seed: NotNegative | None = None  #: defaults to the experiment's seed
-    manifest: str | None = None  #: the JSON file of scheme `manifest`
+    manifest: Location | None = None  #: the JSON file of scheme `manifest`
 
 
 class BackboneConfig(Section):
     """The frozen model every client holds."""
 
-    name: str = "dinov2-small"  #: `dinov2-small`, `tiny`, a folder, a safetensors file, or a hub id
+    name: Location = "dinov2-small"  #: `dinov2-small`, `tiny`, a folder, a safetensors file, or a hub id
     image_size: Positive | None = None  #: side in pixels; the backbone's own when absent
     stem: NotNegative = 0  #: first blocks no prompt may reach: their output is kept where memory allows
     mean: tuple[float, float, float] | None = (
@@ -298,8 +309,8 @@ PRIVACY_PRESETS: dict[str, dict[str, Any]] = {
 class OutputConfig(Section):
     """Where a run is written. Nothing here changes a result, so it is left out of the hash."""
 
-    directory: str = "runs"
-    cache: str | None = None  #: assets and decoded images; the user cache directory when absent
+    directory: Location = "runs"
+    cache: Location | None = None  #: assets and decoded images; the user cache directory when absent
     threads: Positive | None = None  #: of torch; all cores when absent
 
 
@@ -569,8 +580,11 @@ def expand(values: Mapping[str, Any], seeds: Iterable[int] = ()) -> list[dict[st
     seeds = list(seeds)
     if seeds:
         axes = {"seed": seeds, **{axis: choices for axis, choices in axes.items() if axis != "seed"}}
-    if math.prod(len(choices) for choices in axes.values()) > MOST_RUNS:
+    count = math.prod(len(choices) for choices in axes.values())
+    if count > MOST_RUNS:
         raise ConfigError(f"sweep must describe at most {MOST_RUNS} runs, got more")
+    if count * len(json.dumps(base, default=str)) > MOST_TEXT:
+        raise ConfigError(f"sweep must come to at most {MOST_TEXT} bytes of settings in all its runs, got more")
     runs = []
     for choice in itertools.product(*axes.values()):
         run = deepcopy(base)

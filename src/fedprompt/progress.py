@@ -55,7 +55,8 @@ class LiveProgress(Observer):
 
     def trained(self, round: int, reply: Reply) -> None:
         self._show(
-            doing=f"trained {self._names[reply.client]}", loss="-" if reply.loss is None else f"{reply.loss:.4f}"
+            doing=f"trained {'the cohort' if reply.client == COHORT else self._names[reply.client]}",
+            loss="-" if reply.loss is None else f"{reply.loss:.4f}",
         )
 
     def refused(self, round: int, failure: Failure) -> None:

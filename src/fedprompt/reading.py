@@ -17,6 +17,7 @@ SMALL = 2**20  #: bytes of a JSON file that people write: names, settings of a m
 DEPTH = 32  #: brackets inside brackets; nothing of ours has more than eight
 
 #: a string, closed or cut off, is one match, so that brackets inside it do not count and no byte is looked at twice
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 
@@ -49,7 +50,10 @@ def strict_json(text: str, finite: bool = True) -> Any:
         if depth > DEPTH:
             raise ValueError(f"must have at most {DEPTH} levels of brackets, got more")
     constants: dict[str, Any] = {"parse_constant": _refuse, "parse_float": _finite} if finite else {}
-    return json.loads(text, object_pairs_hook=_each_once, **constants)
+    value = json.loads(text, object_pairs_hook=_each_once, **constants)
+    if _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # half a character is a ValueError
+    return value
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -67,6 +67,8 @@ class Run:
         seconds: dict[str, float] = {}
         for record in records:
             for phase, spent in record.seconds.items():
+                if not isinstance(spent, int | float):
+                    raise self._damaged(f"seconds of round {record.round}")
                 seconds[phase] = seconds.get(phase, 0.0) + spent
         settings = self.config
         return {

@@ -41,7 +41,7 @@ def test_a_run_killed_at_random_instants_ends_bit_identical(
         before = _rounds_done(tmp_path)
         process = _command(tmp_path, "broken", cache)
         _wait_for(process, tmp_path, before + chance.randint(0, 4))  # at most four rounds a kill
-        time.sleep(chance.uniform(0, 0.2))
+        time.sleep(chance.uniform(0, 0.05))
         assert process.running, "the run must not be over before it was killed often enough"
         process.kill()
         assert process.end().code == -signal.SIGKILL

@@ -11,7 +11,16 @@ from fedprompt.errors import BackboneError, broken
 from fedprompt.reading import read_json
 
 MOST_BLOCKS = 1000
+MOST_LABELS = 100_000
 _ACTIVATIONS: dict[str, Literal["gelu", "quick_gelu"]] = {"gelu": "gelu", "quick_gelu": "quick_gelu"}
+
+
+def _check_labels(config: Any) -> None:
+    """Raise where transformers would make up names for millions of classes."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if key == "num_labels" and not (type(value) is int and 0 <= value <= MOST_LABELS):
+            raise ValueError(broken("num_labels", f"be in 0..{MOST_LABELS}", value))
+        _check_labels(value)
 
 
 def folder_shape(folder: Path) -> ViTShape:
@@ -19,7 +28,7 @@ def folder_shape(folder: Path) -> ViTShape:
     from transformers import AutoConfig  # seconds to import, and the other ways in do not need it
 
     try:
-        read_json(folder / "config.json")  # of a size and depth that transformers can be trusted with
+        _check_labels(read_json(folder / "config.json"))  # of a size and depth that transformers can be trusted with
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each model family checks its fields in its own way
         raise BackboneError(

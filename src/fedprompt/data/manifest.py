@@ -20,6 +20,8 @@ from fedprompt.reading import read_text, strict_json
 FORMAT = "fedprompt-manifest-1"
 MOST_BYTES = 2**27  # of a manifest: some fifteen million images
 
+LONGEST_NAME = 200  #: of a client
+
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
@@ -158,6 +160,8 @@ def _client(values: Any, position: int) -> ClientData:
     if not isinstance(values, dict):
         raise DataError(broken(field, "be a mapping", values))
     name = _field(values, "name", str, field)
+    if not 0 < len(name) <= LONGEST_NAME:
+        raise DataError(broken(f"{field}.name", f"have 1 to {LONGEST_NAME} letters", name))
     parts = {}
     for part in ("train", "test"):
         indices = _field(values, part, list, f"manifest.clients.{name}")

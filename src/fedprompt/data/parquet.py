@@ -22,6 +22,8 @@ from fedprompt.errors import DataError, broken
 from fedprompt.reading import read_json, strict_json
 
 KEPT_BYTES = 256 * 2**20  # of decompressed row groups; compressed pages cannot be mapped straight into memory
+PIECE = 8  #: images that are read before their size is looked at
+LABEL_BYTES = 256 * 2**20  #: of all columns but the images, uncompressed
 GROUP_BYTES = (
     2**30
 )  # of one row group, unless the file itself is as large: images do not shrink, so a small file has no more
@@ -99,7 +101,7 @@ class ParquetSource(Source):
         """The images of a row group, read piece by piece: a page of few bytes can stand for many equal images."""
         most = max(GROUP_BYTES, 4 * self._bytes)
         pieces: list[pa.Array] = []
-        for batch in self._file.iter_batches(batch_size=256, row_groups=[group], columns=["image"]):
+        for batch in self._file.iter_batches(batch_size=PIECE, row_groups=[group], columns=["image"]):
             pieces.append(batch.column(0))
             if sum(piece.nbytes for piece in pieces) > most:
                 raise ValueError(f"must have at most {most} bytes of images in a row group, got more")
@@ -133,6 +135,17 @@ def _ranks(values: list[Any], where: str) -> np.ndarray:
 
 
 def _columns(file: pq.ParquetFile, names: list[str]) -> dict[str, pa.ChunkedArray]:
+    """Labels and their like, after a look at what they are and how much there is of them."""
+    for name in names:
+        kind = file.schema_arrow.field(name).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (_is_text(kind) or pa.types.is_integer(kind)):
+            raise ValueError(broken(f"column {name!r}", "hold whole numbers or text", str(kind)))
+    groups = (file.metadata.row_group(group) for group in range(file.metadata.num_row_groups))
+    chunks = (group.column(place) for group in groups for place in range(group.num_columns))
+    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in names)
+    if size > LABEL_BYTES:
+        raise ValueError(broken("labels, domains, splits and ranks", f"be at most {LABEL_BYTES} bytes", size))
     table = file.read(columns=names)
     return {name: table.column(name) for name in names}
 

@@ -148,6 +148,8 @@ class SecureCohort:
         """Add a client's vector to the sum, or say what keeps it out, without a word on its values."""
         try:
             secure.deliver(reply.client, to_vector(reply, layout, 1 if self._uniform else reply.samples))
+        except ContractError:
+            return Fault("replayed", "must answer once in a round")
         except DivergenceError:
             return Fault("range", f"numbers must be within ±{RANGE / clients:g} in a secure sum")
         return None

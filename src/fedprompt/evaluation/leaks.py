@@ -108,9 +108,13 @@ def privacy_of(run: Run) -> dict[str, Any] | None:
     last = notes[-1] if notes else {}
     return {
         **settings.model_dump(mode="json", include={"noise_at", "clip", "target_epsilon", "delta"}),
-        "noise": last.get("noise", settings.noise),
-        "epsilon": last.get("epsilon"),
+        "noise": _number(last.get("noise", settings.noise)),
+        "epsilon": _number(last.get("epsilon")),
     }
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def seen_of(config: Config) -> str:

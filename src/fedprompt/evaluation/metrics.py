@@ -46,13 +46,19 @@ def is_result(values: Mapping[str, Any]) -> bool:
         and 0 <= correct <= samples != 0
         and isinstance(bins, list)
         and all(isinstance(row, list) and len(row) == 3 and all(map(_is_number, row)) for row in bins)
-        and all(isinstance(group, dict) for group in groups)
+        and isinstance(groups[0], dict)
+        and _are_numbers(groups[1])
     )
 
 
 def is_summary(values: Mapping[str, Any]) -> bool:
     """Whether a mapping that was read from a file has the figures `summarise` gives."""
-    return all(_is_number(values.get(name)) for name in AVERAGED) and isinstance(values.get("domains"), dict)
+    figures = all(_is_number(values.get(name)) for name in AVERAGED)
+    return figures and _are_numbers(values.get("domains")) and _are_numbers(values.get("diagnostics", {}))
+
+
+def _are_numbers(group: Any) -> bool:
+    return isinstance(group, dict) and all(map(_is_number, group.values()))
 
 
 def _is_number(value: Any) -> bool:

@@ -16,6 +16,9 @@ def check_protections(config: Config, method: Method, world: World) -> None:
     """Raise where a protection would be an empty promise, or would make nonsense of a method."""
     if config.federation.secure_sum:
         size = cohort_size(config.federation.fraction, len(world.participants))
+        if config.federation.sampling == "poisson":
+            rule = "be fixed for a secure sum, which a small cohort cannot make"
+            raise ConfigError(broken("federation.sampling", rule, "poisson"))
         if size < SMALLEST_SUM:
             raise ConfigError(broken("federation.fraction", f"give cohorts of {SMALLEST_SUM} for a secure sum", size))
         _check_sums("federation.secure_sum", "false", "true", config, method)

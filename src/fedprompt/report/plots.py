@@ -241,5 +241,5 @@ def dress(number: int, points: int) -> dict[str, Any]:
 
 def thin(set_ticks: Callable[..., object], names: Sequence[str], most: int) -> None:
     """Ticks for at most so many names, evenly spread: readable with a thousand clients too."""
-    step = -(-len(names) // most)
+    step = max(1, -(-len(names) // most))
     set_ticks(range(0, len(names), step), names[::step])

@@ -129,7 +129,9 @@ def test_an_upload_of_nothing_but_noise_tells_the_server_nothing(private: Callab
 
 def test_noise_hides_prototypes(private: Callable[..., Run]) -> None:
     method = {"name": "pep_fedpt", "shared_tokens": 2}
-    found = audit_run(private({"clip": 1.0, "noise": 10.0}, method=method, data={"train_per_cell": 1}))["prototypes"]
+    found = audit_run(
+        private({"clip": 1.0, "noise": 10.0, "clips": {"*": 5.0}}, method=method, data={"train_per_cell": 1})
+    )["prototypes"]
     assert found["nearest_is_member"] < 0.5
 
 

@@ -180,6 +180,9 @@ def test_keys_depend_on_round_and_clients() -> None:
         for round, client, peer in [(1, 2, 3), (2, 2, 3), (1, 2, 4), (1, 3, 2)]
     ]
     assert len(set(masks)) == 4
+    seed = bytes(32)
+    own = {masking.self_mask(seed, round, client, 4).tobytes() for round, client in [(1, 2), (2, 2), (1, 3)]}
+    assert len(own) == 3
     low, high = (np.frombuffer(masks[place], np.uint64) for place in (0, 3))
     assert not (low + high).any()
 
