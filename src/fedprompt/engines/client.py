@@ -403,7 +403,7 @@ class ClientRuntime:
         kept = self.states.get(client)
         if kept is None:
             return self._new(who)
-        return self._placed(wire.require_like(kept, self.world.roles.local, f"stored state of client {who.name!r}"))
+        return self._placed(wire.require_names(kept, self.world.roles.local, f"stored state of client {who.name!r}"))
 
     def _new(self, who: Client) -> Tensors:
         """The state of a client that never took part."""

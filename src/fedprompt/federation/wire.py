@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -100,10 +100,16 @@ def _for_bytes(tensors: Tensors) -> Tensors:
     return {name: tensors[name].detach().cpu().contiguous().clone() for name in sorted(tensors)}
 
 
-def require_like(tensors: Tensors, declared: Tensors, what: str) -> Tensors:
-    """The tensors themselves if they have the declared names, shapes and dtypes; stored ones that have not are a RunError."""
+def require_names(tensors: Tensors, declared: Iterable[str], what: str) -> Tensors:
+    """The tensors themselves if they have the declared names; stored ones that have not are a RunError."""
     for name in sorted(set(tensors) ^ set(declared)):
         raise RunError(f"{what} must hold the tensors the method declares, but {name!r} is in one of them only")
+    return tensors
+
+
+def require_like(tensors: Tensors, declared: Tensors, what: str) -> Tensors:
+    """The same for names, shapes and dtypes."""
+    require_names(tensors, declared, what)
     for name, tensor in tensors.items():
         found, expected = (tuple(tensor.shape), tensor.dtype), (tuple(declared[name].shape), declared[name].dtype)
         if found != expected:

@@ -286,7 +286,7 @@ def test_class_prompts_are_averaged_by_images_or_by_images_of_the_class() -> Non
 
 
 def test_class_prompts_are_combined_the_federations_way() -> None:
-    def largest(tensors: Any, weights: Any) -> Tensors:
+    def largest(tensors: Any, weights: Any, around: Any = None) -> Tensors:
         assert sum(weights) == pytest.approx(1.0)
         return {name: torch.stack([each[name] for each in tensors]).amax(0) for name in tensors[0]}
 
