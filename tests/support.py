@@ -7,9 +7,12 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from fedprompt.engines.inprocess import InProcess
 from fedprompt.experiment import Experiment
@@ -122,3 +125,14 @@ def command_line(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]
         )
 
     return run
+
+
+def peak_of(call: Callable[[], object], error: type[Exception]) -> int:
+    """The most memory Python and numpy held while a call failed as it should."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(error):
+            call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support import command_line
 
 pytestmark = pytest.mark.e2e
@@ -25,19 +24,6 @@ def call(tmp_path: Path) -> Call:
     """Run `fedprompt` in an empty folder with a cache of its own."""
 
     return command_line(tmp_path)
-
-
-@pytest.fixture
-def config(tmp_path: Path, settings: Any) -> Callable[..., str]:
-    """A tiny config file; returns its name relative to the folder `call` runs in."""
-
-    def write(**changes: Any) -> str:
-        values = settings(**changes)
-        values["output"] = {"threads": 1}
-        (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
-        return "tiny.yaml"
-
-    return write
 
 
 def test_help_does_not_import_torch(call: Call) -> None:

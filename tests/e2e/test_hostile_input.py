@@ -8,10 +8,8 @@ import subprocess
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from support import command_line
 
 pytestmark = pytest.mark.e2e
@@ -25,17 +23,6 @@ def refused(done: subprocess.CompletedProcess[str], code: int, words: str) -> No
     assert len(message.splitlines()) == 1
     assert len(message) < 1000
     assert words in message
-
-
-@pytest.fixture
-def config(tmp_path: Path, settings: Any) -> Callable[..., str]:
-    def write(**changes: Any) -> str:
-        values = settings(**changes)
-        values["output"] = {"threads": 1}
-        (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
-        return "tiny.yaml"
-
-    return write
 
 
 def test_a_yaml_bomb(tmp_path: Path) -> None:

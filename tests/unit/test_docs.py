@@ -20,6 +20,7 @@ from fedprompt.data import embedded
 from fedprompt.data.partition import make_manifest
 from fedprompt.data.sources import open_source
 from fedprompt.method import World
+from fedprompt.yaml_text import read_yaml
 
 pytestmark = pytest.mark.unit
 
@@ -66,7 +67,7 @@ def test_every_exit_code_is_documented() -> None:
 
 def scales(path: Path) -> list[list[str]]:
     """The overrides under which a config is valid: none, and each of its scales."""
-    return [[], *([f"scale={scale}"] for scale in config.read_yaml(path.read_text()).get("scales", {}))]
+    return [[], *([f"scale={scale}"] for scale in read_yaml(path.read_text()).get("scales", {}))]
 
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -40,7 +40,7 @@ def _of_call(call: ast.Call) -> Iterator[str]:
         called = (ast.unparse(call.func.value), call.func.attr)
         if called in LOADERS | SHELLS or (called[0] == "yaml" and called[1] in YAML):
             yield ".".join(called)
-        if called == ("yaml", "load") and [ast.unparse(word.value) for word in call.keywords] != ["_Loader"]:
+        if called == ("yaml", "load") and [ast.unparse(word.value) for word in call.keywords] != ["Loader"]:
             yield "yaml.load with a loader that is not ours"
     for word in call.keywords:
         if word.arg in ("allow_pickle", "shell", "trust_remote_code") and ast.unparse(word.value) != "False":
@@ -90,7 +90,7 @@ def test_a_planted_call_is_found(planted: str) -> None:
         "model.eval()",
         "cursor.execute(query)",
         "re.compile(pattern)",
-        "yaml.load(text, Loader=_Loader)",
+        "yaml.load(text, Loader=Loader)",
         "json.load(stream)",
         "subprocess.run(command, shell=False)",
         "config.load(path)",
@@ -104,6 +104,6 @@ def test_what_only_looks_like_it_is_left_alone(innocent: str) -> None:
 def test_yaml_is_read_by_a_safe_loader() -> None:
     import yaml
 
-    from fedprompt.config import _Loader
+    from fedprompt.yaml_text import Loader
 
-    assert issubclass(_Loader, yaml.SafeLoader)
+    assert issubclass(Loader, yaml.SafeLoader)

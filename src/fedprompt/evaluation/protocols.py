@@ -22,8 +22,9 @@ from typing import Any
 
 import yaml
 
-from fedprompt.config import MOST_RUNS, Config, file_name, load_alike, read_yaml, renamed, told_apart
+from fedprompt.config import MOST_RUNS, Config, file_name, load_alike, renamed, told_apart
 from fedprompt.errors import ConfigError, broken
+from fedprompt.yaml_text import read_yaml
 
 FULL = "pfedbayespt"
 ABLATED = ("pfedbayespt_d", "pfedbayespt_g", FULL)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,19 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import peak_of
 
 from fedprompt import config
 from fedprompt.backbones.folder import folder_preprocessing, folder_shape
-from fedprompt.config import read_yaml
 from fedprompt.data.manifest import ClientData, Manifest
 from fedprompt.data.tiny import TinySource
 from fedprompt.errors import BackboneError, ConfigError, DataError, broken
 from fedprompt.reading import DEPTH, strict_json
+from fedprompt.yaml_text import read_yaml
 
 pytestmark = pytest.mark.unit
 
 MEGABYTE = 2**20
-
-
-def peak_of(call: Callable[[], object], error: type[Exception]) -> int:
-    tracemalloc.start()
-    try:
-        with pytest.raises(error):
-            call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load
+from support import peak_of
 
 from fedprompt.backbones.weights import read_file, read_folder
 from fedprompt.errors import BackboneError, ContractError, RunError
@@ -76,17 +75,6 @@ BOMBS: dict[str, bytes] = {
     "a truth value of two": blob({"a": entry("BOOL", [1], [0, 1])}, b"\x02"),
     "infinity": blob(b'{"a": 1e999}'),
 }
-
-
-def peak_of(call: Callable[[], object], error: type[Exception]) -> int:
-    """The most memory Python and numpy held while a call failed as it should."""
-    tracemalloc.start()
-    try:
-        with pytest.raises(error):
-            call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", BOMBS)
