@@ -55,16 +55,13 @@ class LiveProgress(Observer):
 
     def trained(self, round: int, reply: Reply) -> None:
         self._show(
-            doing=f"trained {'the cohort' if reply.client == COHORT else self._names[reply.client]}",
+            doing=f"trained {self._who(reply.client)}",
             loss="-" if reply.loss is None else f"{reply.loss:.4f}",
         )
 
     def refused(self, round: int, failure: Failure) -> None:
-        known = 0 <= failure.client < len(self._names)
-        nobody = "the cohort" if failure.client == COHORT else f"client {failure.client}"
-        who = self._names[failure.client] if known else nobody
         self._console.print(
-            f"  round {round}: refused {who} ({failure.rule}: {failure.value})",
+            f"  round {round}: refused {self._who(failure.client)} ({failure.rule}: {failure.value})",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -101,6 +98,12 @@ class LiveProgress(Observer):
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _who(self, client: int) -> str:
+        """A name for whoever a message says it is from, before anybody has checked that."""
+        if client == COHORT:
+            return "the cohort"
+        return self._names[client] if 0 <= client < len(self._names) else f"client {client}"
 
     def _left(self) -> str:
         done = self._done - self._first
