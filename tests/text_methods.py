@@ -10,8 +10,9 @@ from support import experiment, run
 from torch import Tensor
 
 from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime, step_loss
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import step_loss
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Method, Server, World
 from fedprompt.roles import Tensors

@@ -112,6 +112,7 @@ class BackboneConfig(Section):
     revision: str | None = None  #: of a hub id
     device: Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")] = "cpu"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    autocast: bool = False  #: multiply matrices in bfloat16, with weights and sums in `dtype`
 
 
 class TrainConfig(Section):
@@ -141,6 +142,7 @@ class FederationConfig(Section):
     evaluate_last: NotNegative = 10  #: the last rounds are always evaluated, and averaged in the summary
     evaluate_at: Literal["personalised", "global", "after_local"] = "personalised"  #: see docs/concepts.md
     evaluation_batch: Positive = 64
+    evaluate_clients: Positive | None = None  #: so many clients, drawn once, stand for all; all of them when absent
     held_out: Annotated[float, Field(ge=0, lt=1)] = (
         0.0  #: share of the clients that never train; then only they are evaluated
     )
@@ -240,6 +242,16 @@ class OutputConfig(Section):
     threads: Positive | None = None  #: of torch; all cores when absent
 
 
+class EngineConfig(Section):
+    """How the work is done. It changes results by rounding at most, so it is left out of the hash."""
+
+    cohort: Literal["auto"] | Positive = "auto"  #: clients trained as one batch: by the size of a step, or so many
+    workers: NotNegative = 0  #: processes that share the clients of a round, one thread each; 0 for none but this one
+    compile: bool = False  #: let torch.compile translate the frozen backbone
+    memory_gib: Rate = 2.0  #: for un-prompted features that are kept in memory
+    disk_gib: Rate = 8.0  #: for those kept in files of the cache, all runs together
+
+
 class Config(Section):
     """A whole experiment."""
 
@@ -256,6 +268,7 @@ class Config(Section):
     aggregation: AggregationConfig = AggregationConfig()
     attack: AttackConfig | None = None  #: none when absent
     privacy: PrivacyConfig | None = None  #: none when absent; `pfedmoap-25` and `pfedmoap-50` are presets
+    engine: EngineConfig = EngineConfig()
     output: OutputConfig = OutputConfig()
 
     @field_validator("method", "variant", mode="before")
@@ -279,11 +292,11 @@ class Config(Section):
 
     def digest(self) -> str:
         """The identity of what is computed: equal digests must give equal results."""
-        return _digest(self.model_dump(mode="json", exclude={"output", "name"}))
+        return _digest(self.model_dump(mode="json", exclude=set(NO_RESULT)))
 
     def family(self) -> str:
         """The digest without the seed: runs of one family are repetitions of each other."""
-        return _digest(self.model_dump(mode="json", exclude={"output", "name", "seed"}))
+        return _digest(self.model_dump(mode="json", exclude={*NO_RESULT, "seed"}))
 
     @property
     def label(self) -> str:
@@ -298,6 +311,9 @@ class Config(Section):
     @property
     def run_directory(self) -> Path:
         return Path(self.output.directory) / self.run_name
+
+
+NO_RESULT = ("name", "engine", "output")  #: what does not decide on the result
 
 
 def _digest(value: object) -> str:

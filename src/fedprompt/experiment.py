@@ -180,10 +180,9 @@ class Experiment:
         finally:
             run.close()
         asked = self.config.model_dump(mode="json")
-        ignored = ("output", "name")
         lines = configuration.difference(
-            {key: value for key, value in stored.items() if key not in ignored},
-            {key: value for key, value in asked.items() if key not in ignored},
+            {key: value for key, value in stored.items() if key not in configuration.NO_RESULT},
+            {key: value for key, value in asked.items() if key not in configuration.NO_RESULT},
         )
         if lines:
             raise RunError(

@@ -28,8 +28,9 @@ import fedprompt.experiment
 from fedprompt import registry
 from fedprompt.backbones.vit import ViT
 from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime, look, make_batch
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import look, make_batch
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Method, Prompts, Seen, World
 from fedprompt.methods.fedvpt import FedVPT

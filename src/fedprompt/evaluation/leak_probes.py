@@ -31,8 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.config import Config
-from fedprompt.engines.client import ClientRuntime, look, make_batch
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank, Images
+from fedprompt.engines.step import look, make_batch
 from fedprompt.evaluation.areas import Area, area
 from fedprompt.evaluation.label_check import spaced
 from fedprompt.federation.aggregate import weighted_mean

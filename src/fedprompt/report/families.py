@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from fedprompt.config import difference
+from fedprompt.config import NO_RESULT, difference
 from fedprompt.run import Run
 
 #: settings that must agree before two accuracies can be compared at all
 TASK = ("data", "partition", "backbone", "federation.held_out")
 BUDGET = ("federation",)  #: settings that change how long was trained and how it was measured
-IGNORED = ("name", "seed", "output")  #: what `Config.family` leaves out: none of it makes another family
+IGNORED = (*NO_RESULT, "seed")  #: what `Config.family` leaves out: none of it makes another family
 
 Settings = dict[str, Any]  #: a config as `section.field` -> value
 

@@ -27,8 +27,9 @@ from fedprompt.backbones.text import BidirectionalTower, CausalTower, TextTower
 from fedprompt.backbones.tiny import TINY_FEATURES, random_tensors, random_vit
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import BackboneConfig
-from fedprompt.engines.client import ClientRuntime, speak
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import speak
 from fedprompt.errors import BackboneError, StorageError
 from fedprompt.prompts.contexts import TextContext
 from fedprompt.prompts.insertion import VisionPrompt

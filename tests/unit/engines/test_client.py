@@ -11,7 +11,7 @@ import torch
 from support import local_tensors, run, shared_tensors
 
 from fedprompt.config import TrainConfig
-from fedprompt.engines.client import learning_rate, sgd_step
+from fedprompt.engines.step import learning_rate, sgd_step
 from fedprompt.errors import BackboneError, ContractError, DivergenceError
 from fedprompt.federation.rounds import is_evaluated
 from fedprompt.federation.sampling import sample_cohort

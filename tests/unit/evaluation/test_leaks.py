@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fedprompt import registry
 from fedprompt.cli import app
-from fedprompt.engines.client import step_loss
+from fedprompt.engines.step import step_loss
 from fedprompt.errors import RunError
 from fedprompt.evaluation import leak_probes
 from fedprompt.evaluation.areas import Area, area, mean_area

@@ -13,8 +13,8 @@ from support import experiment, local_tensors, run, shared_tensors
 from torch import Tensor
 
 from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import look, make_batch, step_loss
 from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import look, make_batch, step_loss
 from fedprompt.errors import ConfigError
 from fedprompt.method import Batch, Seen, World
 from fedprompt.methods.fedins import FedIns

@@ -12,8 +12,8 @@ from naive import NaiveVPT, naive_local_training
 from support import experiment, local_tensors, run, shared_tensors, worst_difference
 
 from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import step_loss
 from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import step_loss
 from fedprompt.federation.sampling import sample_cohort
 from fedprompt.streams import stream
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import ViTModel
 
 from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import ClientRuntime, look, make_batch, step_loss
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank, Images
+from fedprompt.engines.step import look, make_batch, step_loss
 from fedprompt.errors import ConfigError
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Server, World

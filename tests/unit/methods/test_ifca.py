@@ -10,8 +10,9 @@ import torch
 from support import experiment, local_tensors, run, server_tensors, shared_tensors, worst_difference
 
 from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime, step_loss
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import step_loss
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.federation.sampling import sample_cohort

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import look, make_batch, step_loss
 from fedprompt.engines.images import ImageBank, Images
+from fedprompt.engines.step import look, make_batch, step_loss
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.federation.sampling import sample_cohort

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import ClientRuntime, look, make_batch, step_loss
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import look, make_batch, step_loss
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.federation.sampling import sample_cohort

@@ -14,8 +14,9 @@ from support import experiment, local_tensors, run, shared_tensors, worst_differ
 from torch import Tensor
 
 from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import ClientRuntime, step_loss
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import step_loss
 from fedprompt.errors import ConfigError
 from fedprompt.federation.sampling import sample_cohort
 from fedprompt.federation.states import ClientStates

@@ -15,8 +15,9 @@ from fedprompt import registry
 from fedprompt.backbones.dual import DualEncoder
 from fedprompt.backbones.vit import ViT
 from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime, look, make_batch, step_loss
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import look, make_batch, step_loss
 from fedprompt.errors import ConfigError
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Method, Seen, World

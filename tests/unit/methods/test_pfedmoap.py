@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from fedprompt import registry
 from fedprompt.config import TrainConfig
 from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime, look, make_batch
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import look, make_batch
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.federation.sampling import sample_cohort

@@ -14,7 +14,8 @@ from support import shared_tensors, worst_difference
 from text_methods import gradient, results, run_on_clip, runtime_of, working_parameters
 
 from fedprompt import registry
-from fedprompt.engines.client import ClientRuntime, look, make_batch
+from fedprompt.engines.client import ClientRuntime
+from fedprompt.engines.step import look, make_batch
 from fedprompt.errors import ConfigError
 from fedprompt.method import Method
 from fedprompt.methods.pfedprompt import KEYS, KNOWN, PFedPrompt, recall, remember

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import fedprompt.engines.client as client_side
 from fedprompt.backbones.vit import ViT
 from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import ClientRuntime, look, make_batch
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank, Images
+from fedprompt.engines.step import look, make_batch
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.federation.sampling import sample_cohort

@@ -13,7 +13,7 @@ from text_methods import on_clip, runtime_of
 
 from fedprompt import registry
 from fedprompt.config import TrainConfig
-from fedprompt.engines.client import look, make_batch
+from fedprompt.engines.step import look, make_batch
 from fedprompt.errors import ConfigError
 from fedprompt.method import Method, Server
 from fedprompt.methods.fedpha import FedPHA
