@@ -17,7 +17,6 @@ import pytest
 from fedprompt.engines.inprocess import InProcess
 from fedprompt.experiment import Experiment
 from fedprompt.federation import wire
-from fedprompt.federation.messages import Reply
 from fedprompt.federation.rounds import Observer
 from fedprompt.method import Method
 from fedprompt.roles import Tensors
@@ -99,11 +98,8 @@ class StopAfter(Observer):
 class Backwards(InProcess):
     """Clients in the opposite order: nothing may depend on it."""
 
-    def train(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply]:
-        return super().train(round, clients[::-1], download)
-
-    def evaluate(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Any:
-        return super().evaluate(round, clients[::-1], download)
+    def _groups(self, clients: Sequence[int]) -> Iterator[list[int]]:
+        return reversed(list(super()._groups(clients[::-1])))
 
 
 def offer_method(folder: Path, module: str) -> None:

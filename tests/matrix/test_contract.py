@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_method import CASES
 from hard_users import HARD_USERS
 from support import (
     Backwards,
@@ -33,18 +34,11 @@ from fedprompt.engines.images import ImageBank
 from fedprompt.engines.step import look, make_batch
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Method, Prompts, Seen, World
-from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Tensors
 from fedprompt.streams import stream
 
 pytestmark = pytest.mark.matrix
-
-CASES: dict[str, Method] = {
-    **{name: cls() for name, cls in registry.methods().items()},
-    **{f"fedvpt+{name}": cls(inner=FedVPT(head="shared")) for name, cls in registry.variants().items()},  # type: ignore[call-arg]
-    **HARD_USERS,
-}
 
 
 @pytest.fixture(params=CASES, ids=list(CASES))
@@ -97,9 +91,10 @@ def test_the_bytes_of_a_survey_are_those_that_were_sent(tiny: Any) -> None:
 
 
 def test_the_order_of_clients_changes_nothing(method: Method, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = run(tiny(name="forward", federation={"fraction": 1.0, "rounds": 2}), method)
+    rounds = {"federation": {"fraction": 1.0, "rounds": 2}, "engine": {"cohort": 2}}
+    forward = run(tiny(name="forward", **rounds), method)
     monkeypatch.setattr(fedprompt.experiment, "InProcess", Backwards)
-    backward = run(tiny(name="backward", federation={"fraction": 1.0, "rounds": 2}), method)
+    backward = run(tiny(name="backward", **rounds), method)
     assert content(forward) == content(backward)
 
 

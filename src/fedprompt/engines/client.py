@@ -12,8 +12,10 @@ from torch import Tensor
 
 from fedprompt.config import Config
 from fedprompt.engines.images import ImageBank, Images
-from fedprompt.engines.step import learning_rate, look, make_batch, sgd_step, step_loss
-from fedprompt.errors import ContractError, DivergenceError
+from fedprompt.engines.local_training import LocalTraining, Trained, Trainee
+from fedprompt.engines.step import look, make_batch, step_loss
+from fedprompt.engines.testing import Testing
+from fedprompt.errors import DivergenceError
 from fedprompt.evaluation.metrics import ClientResult
 from fedprompt.evaluation.scoring import score
 from fedprompt.federation import privacy, wire
@@ -22,25 +24,15 @@ from fedprompt.federation.budget import Terms
 from fedprompt.federation.messages import Reply
 from fedprompt.federation.sampling import sample_attackers
 from fedprompt.federation.states import ClientStates
-from fedprompt.method import Client, Method, Progress, Stage, World
+from fedprompt.method import Client, Method, Stage, World
 from fedprompt.roles import Tensors
 from fedprompt.streams import stream
 
 
-class Means:
-    """Averages of named numbers over samples."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._samples = 0
-
-    def add(self, numbers: Mapping[str, Tensor], samples: int) -> None:
-        self._samples += samples
-        for name, number in numbers.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(number) * samples
-
-    def values(self) -> dict[str, float]:
-        return {name: total / self._samples for name, total in self._sums.items()}
+def _sound(result: Trained | DivergenceError) -> Trained:
+    if isinstance(result, DivergenceError):
+        raise result
+    return result
 
 
 class ClientRuntime:
@@ -59,6 +51,8 @@ class ClientRuntime:
         self.config, self.world, self.method = config, world, method
         self.bank, self.states, self.domain_names = bank, states, tuple(domain_names)
         self.terms = terms  #: of differential privacy, where it is asked for
+        self.training = LocalTraining(config, world, bank, self._noise)
+        self.testing = Testing(config, world, method, bank, self._noise)
 
     @cached_property
     def attackers(self) -> frozenset[int]:
@@ -69,28 +63,58 @@ class ClientRuntime:
         return self.config.attack is not None and self.config.attack.kind == kind and client in self.attackers
 
     def train(self, round: int, client: int, received: Tensors) -> Reply:
-        """What a client sends after one participation; a malicious one sends something else."""
-        clip = received.get(privacy.CLIP)
-        received = {name: tensor for name, tensor in received.items() if name != privacy.CLIP}
-        reply = self._participate(round, client, received)
+        """What a client sends after one participation."""
+        (reply,) = self.train_together(round, {client: received})
+        if isinstance(reply, DivergenceError):
+            raise reply
+        return reply
+
+    def train_together(self, round: int, received: Mapping[int, Tensors]) -> list[Reply | DivergenceError]:
+        """What several clients send after one participation; a malicious one sends something else, and each fails alone."""
+        bounds = {client: tensors.get(privacy.CLIP) for client, tensors in received.items()}
+        received = {
+            client: {name: tensor for name, tensor in tensors.items() if name != privacy.CLIP}
+            for client, tensors in received.items()
+        }
+        who = {client: self._client(client, round) for client in received}
+        begun = {
+            client: self.method.begin(self.world, who[client], tensors, self._local(client, who[client]))
+            for client, tensors in received.items()
+        }
+        idle = [client for client in received if self.attacks(client, "free_rider")]
+        busy = [client for client in received if client not in idle]
+        stages = self.method.stages(self.world, self.config.train)
+        trained = {
+            **self._trained((), {client: begun[client] for client in idle}, round),
+            **self._trained(stages, {client: begun[client] for client in busy}, round, private=True),
+        }
+        return [
+            self._answer(who[client], tensors, trained[client], bounds[client]) for client, tensors in received.items()
+        ]
+
+    def _answer(
+        self, who: Client, received: Tensors, trained: Trained | DivergenceError, clip: Tensor | None
+    ) -> Reply | DivergenceError:
+        """The reply of a client that has trained. What stays local goes to the client's state."""
+        if isinstance(trained, DivergenceError):
+            return trained
+        try:
+            reply = self._finished(who, received, trained)
+        except DivergenceError as error:
+            return error
         if self.terms is not None:
             reply = self._private(reply, received, self.terms, None if clip is None else float(clip))
-        if self.config.attack is None or client not in self.attackers:
+        if self.config.attack is None or who.index not in self.attackers:
             return reply
         return corrupted(reply, wire.started_from(received, self.world.roles.shared), self.config.attack)
 
-    def _participate(self, round: int, client: int, received: Tensors) -> Reply:
-        """One participation: begin, the stages, finish. What stays local goes to the client's state."""
-        who = self._client(client, round)
-        params = self.method.begin(self.world, who, received, self._local(client, who))
-        stages = () if self.attacks(client, "free_rider") else self.method.stages(self.world, self.config.train)
-        params, progress, loss = self._run(stages, params, round, client, "", private=True)
-        upload, local = self.method.finish(self.world, who, received, params, progress)
+    def _finished(self, who: Client, received: Tensors, trained: Trained) -> Reply:
+        upload, local = self.method.finish(self.world, who, received, trained.params, trained.progress)
         wire.audit_local(local, self.world.roles, who.name)
-        upload = {**upload, **self._statistics("round", round, client, params, given=upload)}
+        upload = {**upload, **self._statistics("round", who.round, who.index, trained.params, given=upload)}
         wire.audit_upload(upload, self.world.roles, who.name)
-        self.states.put(client, local)
-        return Reply(client, round, upload, who.samples, loss)
+        self.states.put(who.index, local)
+        return Reply(who.index, who.round, upload, who.samples, trained.loss)
 
     def survey(self, client: int, received: Tensors) -> Reply:
         """The statistics every client is asked for before the first round."""
@@ -114,147 +138,132 @@ class ClientRuntime:
             upload[privacy.WITHIN] = torch.tensor(float(norms[0] <= bound))
         return replace(reply, upload=upload, samples=1, loss=None)
 
+    def cohort_size(self) -> int:
+        """How many clients work as one batch."""
+        asked = self.config.engine.cohort
+        return 8 if asked == "auto" else asked
+
     def steps(self, client: int) -> int:
         """How many steps a participation of the client takes."""
-        return sum(self._steps(stage, client) for stage in self.method.stages(self.world, self.config.train))
-
-    def _steps(self, stage: Stage, client: int) -> int:
-        images = len(self._share(self._training_images(client), stage, client))
-        steps = stage.epochs * math.ceil(images / self.config.train.batch_size) if stage.trainable else 0
-        return steps if stage.steps is None else min(steps, stage.steps)
+        stages = self.method.stages(self.world, self.config.train)
+        return self.training.steps(stages, self._training_images(client), client)
 
     def _secret(self, round: int, client: int) -> torch.Generator:
         return stream(self.config.seed, round, client, "privacy")
 
     def evaluate(self, round: int, client: int, received: Tensors) -> ClientResult:
         """Test one client at the configured point; nothing it trains for that is kept."""
-        return self.test(round, client, self.fitted(round, client, received))
+        return self.evaluate_together(round, {client: received})[client]
+
+    def evaluate_together(self, round: int, received: Mapping[int, Tensors]) -> dict[int, ClientResult]:
+        return self.test_together(round, self.fitted_together(round, received))
 
     def fitted(self, round: int, client: int, received: Tensors, elsewhere: World | None = None) -> Tensors:
-        """The parameters a client predicts with at the configured point, after what it does to fit them to itself.
+        return self.fitted_together(round, {client: received}, elsewhere)[client]
 
-        `elsewhere` is a world with other classes to predict in, of which the client has no images: what is fitted is fitted
-        here, and all else begins there.
+    def fitted_together(
+        self, round: int, received: Mapping[int, Tensors], elsewhere: World | None = None
+    ) -> dict[int, Tensors]:
+        """The parameters each client predicts with at the configured point, after what it does to fit them to itself.
+
+        `elsewhere` is a world with other classes to predict in, of which the clients have no images: what is fitted is
+        fitted here, and all else begins there.
         """
-        who, at = self._client(client, round), self.config.federation.evaluate_at
-        local = self._new(who) if at == "global" else self._local(client, who)
+        who = {client: self._client(client, round) for client in received}
+        at = self.config.federation.evaluate_at
+        local = {
+            client: self._new(each) if at == "global" else self._local(client, each) for client, each in who.items()
+        }
         if at == "after_local":
-            params = self.method.begin(self.world, who, received, local)
-            params, progress, _ = self._run(
-                self.method.stages(self.world, self.config.train), params, round, client, "after_local."
+            received, local = self._after_local(who, received, local)
+        params = {
+            client: self.method.personalise(self.world, each, received[client], local[client])
+            for client, each in who.items()
+        }
+        held_out = {client: own for client, own in params.items() if client in self.world.newcomers}
+        rest = {client: own for client, own in params.items() if client not in held_out}
+        for stages, group in ((self._newcoming, held_out), (self._adapting, rest)):
+            fitted = self._trained(stages, group, round, "adaptation.", fitting=True)
+            for client, result in fitted.items():
+                params[client] = _sound(result).params
+                if elsewhere is not None:
+                    own = {name: params[client][name] for stage in stages for name in stage.trainable}
+                    counts = torch.zeros(elsewhere.classes, dtype=who[client].class_counts.dtype)
+                    there = replace(who[client], class_counts=counts)
+                    begun = self.method.personalise(elsewhere, there, received[client], local[client])
+                    params[client] = {**begun, **own}
+        return params
+
+    def _after_local(
+        self, who: Mapping[int, Client], received: Mapping[int, Tensors], local: Mapping[int, Tensors]
+    ) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
+        """What each client has received and keeps after a participation that nobody hears of."""
+        begun = {
+            client: self.method.begin(self.world, each, received[client], local[client]) for client, each in who.items()
+        }
+        stages = self.method.stages(self.world, self.config.train)
+        trained = self._trained(stages, begun, next(iter(who.values())).round, "after_local.")
+        now, kept = dict(received), dict(local)
+        for client, result in trained.items():
+            own = _sound(result)
+            upload, kept[client] = self.method.finish(
+                self.world, who[client], received[client], own.params, own.progress
             )
-            upload, local = self.method.finish(self.world, who, received, params, progress)
-            received = {**received, **upload}
-        stages = self._fitting(client)
-        params = self.method.personalise(self.world, who, received, local)
-        params, _, _ = self._run(stages, params, round, client, "adaptation.", fitting=True)
-        if elsewhere is None:
-            return params
-        own = {name: params[name] for stage in stages for name in stage.trainable}
-        there = replace(who, class_counts=torch.zeros(elsewhere.classes, dtype=who.class_counts.dtype))
-        return {**self.method.personalise(elsewhere, there, received, local), **own}
+            now[client] = {**received[client], **upload}
+        return now, kept
 
     def test(self, round: int, client: int, params: Tensors) -> ClientResult:
         """Count what some parameters get right of a client's test images."""
-        images = self.bank.images(client, "test")
-        generator = stream(self.config.seed, round, client, "evaluation")
-        draws, numbers = [], Means()
-        with torch.no_grad():
-            for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
-                batch = make_batch(self.method, images, positions, training=False)
-                noise = self._noise(self.method, len(positions), False, generator)
-                seen = look(self.method, self.world, params, images, positions, batch, noise)
-                draws.append(self.method.predict(self.world, params, seen, batch, noise))
-                numbers.add(self.method.diagnostics(self.world, params, seen, batch), len(positions))
-        probabilities = torch.cat(draws, dim=1)
-        if not torch.isfinite(probabilities).all():
-            name = self.world.client_names[client]
-            raise DivergenceError(
-                f"predictions of client {name!r} in round {round} must be finite, got NaN or infinity"
-            )
-        return score(probabilities, images.labels, images.domains, self.domain_names, numbers.values())
+        return self.test_together(round, {client: params})[client]
 
-    def _fitting(self, client: int) -> tuple[Stage, ...]:
-        """What a client does with the parameters it predicts with before it is evaluated."""
-        train = self.config.train
-        if client in self.world.newcomers:
-            return self.method.newcomer(self.world, train, self.config.federation.newcomer_epochs)
-        return self.method.adaptation(self.world, train)
+    def test_together(self, round: int, params: Mapping[int, Tensors]) -> dict[int, ClientResult]:
+        images = {client: self.bank.images(client, "test") for client in params}
+        found = self.testing.run(params, images, round)
+        return {
+            client: score(draws, images[client].labels, images[client].domains, self.domain_names, numbers)
+            for client, (draws, numbers) in found.items()
+        }
 
-    def _run(
+    @property
+    def _newcoming(self) -> tuple[Stage, ...]:
+        """What a held-out client does with the parameters it predicts with before it is evaluated."""
+        return self.method.newcomer(self.world, self.config.train, self.config.federation.newcomer_epochs)
+
+    @property
+    def _adapting(self) -> tuple[Stage, ...]:
+        """The same of any other client."""
+        return self.method.adaptation(self.world, self.config.train)
+
+    def _trained(
         self,
         stages: Sequence[Stage],
-        params: Tensors,
+        params: Mapping[int, Tensors],
         round: int,
-        client: int,
-        purpose: str,
+        purpose: str = "",
         fitting: bool = False,
         private: bool = False,
-    ) -> tuple[Tensors, Progress, float | None]:
-        """Train the stages; `fitting` before an evaluation is no part of the schedule and starts at the full rates.
-
-        What is trained to be sent is `private` where every step is to be.
-        """
+    ) -> dict[int, Trained | DivergenceError]:
+        """Train clients from these parameters. What is trained to be sent is `private` where every step is to be."""
+        trainees = [Trainee(client, self._training_images(client), own) for client, own in params.items()]
         terms = self.terms if private and self.terms and self.terms.settings.noise_at == "step" else None
-        secret = self._secret(round, client)
-        everything, train = self._training_images(client), self.config.train
-        steps, losses, seen = 0, 0.0, 0
-        sizes: dict[str, float] = {}
-        for stage in stages:
-            if not stage.trainable or not stage.epochs:
-                continue
-            order = stream(self.config.seed, round, client, f"{purpose}batches.{stage.name}")
-            draws = stream(self.config.seed, round, client, f"{purpose}noise.{stage.name}")
-            rates = {
-                name: learning_rate(train, name, 1 if fitting else max(round, 1), self.config.federation.rounds)
-                for name in stage.trainable
+        secrets = {client: self._secret(round, client) for client in params} if terms is not None else {}
+
+        def noised(client: int, gradients: Tensors) -> Tensors:
+            assert terms is not None
+            sent = {name: gradients[name] for name in self.world.roles.shared if name in gradients}
+            return {
+                **gradients,
+                **privacy.noised_gradients(sent, terms.settings.clip, terms.noise, secrets[client]),
             }
-            images = self._share(everything, stage, client)
-            velocity: Tensors = {}
-            number = 0
-            for _ in range(stage.epochs):
-                for positions in torch.randperm(len(images), generator=order).split(train.batch_size):
-                    if number == stage.steps:
-                        break
-                    noise = self._noise(stage.step, len(positions), True, draws)
-                    leaves = {name: params[name].detach().requires_grad_() for name in stage.trainable}
-                    loss = step_loss(stage.step, self.world, {**params, **leaves}, images, positions, noise)
-                    if not torch.isfinite(loss):
-                        name = self.world.client_names[client]
-                        raise DivergenceError(
-                            f"training loss of client {name!r} in round {round} must be finite, got {loss.item()}; "
-                            "try a smaller train.lr or train.lrs"
-                        )
-                    if not loss.requires_grad:
-                        raise ContractError(
-                            f"stage {stage.name!r} must depend on one of its trainables {', '.join(stage.trainable)}"
-                        )
-                    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-                    before = {name: params[name] for name in stage.trainable}
-                    gradients = dict(zip(leaves, grads, strict=True))
-                    if terms is not None:
-                        sent = {name: gradients[name] for name in self.world.roles.shared if name in gradients}
-                        gradients |= privacy.noised_gradients(sent, terms.settings.clip, terms.noise, secret)
-                    stepped = sgd_step(before, gradients, velocity, rates, train)
-                    params = {**params, **stage.step.after_step(self.world, stepped, params, number)}
-                    for name, rate in rates.items():
-                        sizes[name] = sizes.get(name, 0.0) + rate
-                    losses, seen = losses + loss.item() * len(positions), seen + len(positions)
-                    number += 1
-            steps += number
-        return params, Progress(steps, sizes), losses / seen if seen else None
+
+        changed = None if terms is None else noised
+        return dict(zip(params, self.training.run(stages, trainees, round, purpose, fitting, changed), strict=True))
 
     def _training_images(self, client: int) -> Images:
         images = self.bank.images(client, "train")
         if self.attacks(client, "label_flip"):
             return replace(images, labels=flipped(images.labels, self.world.classes))
         return images
-
-    def _share(self, images: Images, stage: Stage, client: int) -> Images:
-        if stage.share == (0.0, 1.0):
-            return images
-        order = torch.randperm(len(images), generator=stream(self.config.seed, 0, client, "shares"))
-        return images.part(*stage.share, order)
 
     def _statistics(self, when: str, round: int, client: int, params: Tensors, given: Collection[str] = ()) -> Tensors:
         """The declared statistics that `finish` has not given already, added up over the client's training images."""

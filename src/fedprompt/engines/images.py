@@ -55,8 +55,10 @@ class Images:
             positions=chosen,
         )
 
-    def tokens(self, positions: Tensor) -> Tensor:
+    def tokens(self, positions: Tensor, start: int = 0) -> Tensor:
         """Embedded images: the input of the first block that prompts can reach."""
+        if start:
+            return self.features(f"block_inputs:{start + 1}", positions)[:, start]
         return self.features("block_inputs:1", positions)[:, 0] if self.backbone.stem else self._embed(positions)
 
     def features(self, name: str, positions: Tensor) -> Tensor:
@@ -130,3 +132,19 @@ class ImageBank:
             cached=self._cached.setdefault((client, part), {}),
             everybodys=self._everybodys,
         )
+
+    @property
+    def backbone(self) -> ViT:
+        return self._backbone
+
+    def features(self, name: str, indices: Tensor) -> Tensor:
+        images = self.images(0, "train")
+        from dataclasses import replace
+        images = replace(images, indices=indices.numpy(), cached={}, everybodys=10**12)
+        return images.features(name, torch.arange(len(indices)))
+
+    def tokens(self, indices: Tensor, start: int = 0) -> Tensor:
+        images = self.images(0, "train")
+        from dataclasses import replace
+        images = replace(images, indices=indices.numpy(), cached={}, everybodys=10**12)
+        return images.tokens(torch.arange(len(indices)), start)

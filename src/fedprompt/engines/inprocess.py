@@ -1,4 +1,4 @@
-"""The default engine: every client in this process, one after the other, on one copy of the backbone."""
+"""The default engine: every client in this process, on one copy of the backbone, as many at a time as make one good batch."""
 
 from __future__ import annotations
 
@@ -21,28 +21,37 @@ class InProcess:
 
     def survey(self, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]:
         for client in clients:
-            yield self._answer(client, lambda each: self._runtime.survey(each, download(each)))
+            try:
+                yield self._runtime.survey(client, download(client))
+            except DivergenceError as error:
+                yield _failure(client, error)
 
     def train(self, round: int, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]:
-        for client in clients:
-            yield self._answer(client, lambda each: self._runtime.train(round, each, download(each)))
+        for group in self._groups(clients):
+            replies = self._runtime.train_together(round, {client: download(client) for client in group})
+            for client, reply in zip(group, replies, strict=True):
+                yield _failure(client, reply) if isinstance(reply, DivergenceError) else reply
 
     def evaluate(self, round: int, clients: Sequence[int], download: Download) -> Iterator[tuple[int, ClientResult]]:
-        for client in clients:
-            yield client, self._runtime.evaluate(round, client, download(client))
+        for group in self._groups(clients):
+            yield from self._runtime.evaluate_together(round, {client: download(client) for client in group}).items()
 
     def discard(self, clients: Iterable[int]) -> None:
         """Forget what these clients did since the last commit: their updates were refused."""
         for client in clients:
             self._runtime.states.discard(client)
 
-    def _answer(self, client: int, work: Callable[[int], Reply]) -> Reply | Failure:
-        """A client whose training goes astray fails alone."""
-        try:
-            return work(client)
-        except DivergenceError as error:
-            return Failure(client, "finite", str(error))
-
     def take_states(self) -> dict[int, bytes]:
         """Client states changed since the last call, to be committed with the round."""
         return self._runtime.states.take_changes()
+
+    def _groups(self, clients: Sequence[int]) -> Iterator[list[int]]:
+        """Clients that work as one batch. Who works with whom must not depend on the order they come in."""
+        ordered, size = sorted(clients), self._runtime.cohort_size()
+        for start in range(0, len(ordered), size):
+            yield ordered[start : start + size]
+
+
+def _failure(client: int, error: DivergenceError) -> Failure:
+    """A client whose training goes astray fails alone."""
+    return Failure(client, "finite", str(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -11,22 +11,40 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.engines.images import Images
-from fedprompt.method import Batch, Method, Seen, World
+from fedprompt.method import Batch, Method, Prompts, Seen, World
 from fedprompt.prompts.contexts import Position, TextContext
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Tensors
 
 
-def speak(world: World, contexts: Mapping[str, TextContext]) -> Tensors:
-    """The frozen text tower: features (C, D) of every context. Contexts of one shape run together."""
-    alike: dict[tuple[torch.Size, Position], list[str]] = {}
-    for name, context in contexts.items():
-        alike.setdefault((context.tokens.shape, context.position), []).append(name)
+def speak(world: World, plan: Mapping[str, TextContext], contexts: Tensors) -> Tensors:
+    """The frozen text tower: features (N, C, D) of the contexts (N, ...) of N clients. Those of one shape run together."""
+    kinds: dict[tuple[torch.Size, Position], list[str]] = {}
+    for name, context in plan.items():
+        kinds.setdefault((contexts[name].shape, context.position), []).append(name)
     found: Tensors = {}
-    for (_, position), names in alike.items():
-        features = world.text.encode(torch.stack([contexts[name].tokens for name in names]), position)
-        found |= dict(zip(names, features, strict=True))
+    for (_, position), names in kinds.items():
+        features = world.text.encode(torch.cat([contexts[name] for name in names]), position)
+        found |= dict(zip(names, features.unflatten(0, (len(names), -1)), strict=True))
     return found
+
+
+def inserted(slots: Sequence[VisionPrompt]) -> tuple[VisionPrompt, ...]:
+    """The slots that hold a token at all."""
+    return tuple(slot for slot in slots if slot.tokens.shape[-2])
+
+
+def changes_images(given: Prompts, reads: Collection[str]) -> bool:
+    """Whether the images have to go through the backbone again, or what it makes of them without prompts will do."""
+    return bool(inserted(given.vision) or given.weights or given.pause is not None or "prompts" in reads)
+
+
+def first_block(given: Prompts) -> int:
+    """The first block whose input or weights the prompts touch: what lies below is the same for ever."""
+    if given.weights:
+        return 0
+    first = [slot.blocks[0] for slot in inserted(given.vision)]
+    return min([*first, *([] if given.pause is None else [given.pause])], default=0)
 
 
 def look(
@@ -41,23 +59,26 @@ def look(
     """The frozen backbone between `prompts` and `logits`. Images without prompts are not run again: cached features are read instead."""
     given = method.prompts(world, params, batch, noise)
     extra = dict(given.extra)
-    text = speak(world, given.text)
-    if given.vision or given.weights or given.pause is not None:
-        tokens = images.tokens(positions)
-        if given.repeat > 1:
-            tokens = tokens.repeat(given.repeat, 1, 1)
+    contexts = {name: context.tokens.unsqueeze(0) for name, context in given.text.items()}
+    text = {name: features[0] for name, features in speak(world, given.text, contexts).items()}
+    if not changes_images(given, method.reads):
+        found = {name: images.features(name, positions) for name in method.reads}
+        repeated = {name: value.repeat(given.repeat, *[1] * (value.dim() - 1)) for name, value in found.items()}
+        return Seen(**repeated, text=text, extra=extra)
+    start = first_block(given)
+    tokens = images.tokens(positions, start)
+    if given.repeat > 1:
+        tokens = tokens.repeat(given.repeat, 1, 1)
 
-        def later(cls: Tensor) -> tuple[VisionPrompt, ...]:
-            more = method.later(world, params, cls, batch, noise)
-            extra.update(more.extra)
-            return more.vision
+    def later(cls: Tensor) -> tuple[VisionPrompt, ...]:
+        more = method.later(world, params, cls, batch, noise)
+        extra.update(more.extra)
+        return inserted(more.vision)
 
-        backbone = images.backbone.with_added(given.weights) if given.weights else images.backbone
-        pause = None if given.pause is None else (given.pause, later)
-        return Seen(**backbone.run(tokens, given.vision, method.reads, pause=pause), text=text, extra=extra)
-    found = {name: images.features(name, positions) for name in method.reads if name != "prompts"}
-    repeated = {name: value.repeat(given.repeat, *[1] * (value.dim() - 1)) for name, value in found.items()}
-    return Seen(**repeated, text=text, extra=extra)
+    backbone = images.backbone.with_added(given.weights) if given.weights else images.backbone
+    pause = None if given.pause is None else (given.pause, later)
+    seen = backbone.run(tokens, inserted(given.vision), method.reads, start, pause)
+    return Seen(**seen, text=text, extra=extra)
 
 
 def make_batch(method: Method, images: Images, positions: Tensor, training: bool) -> Batch:
@@ -94,16 +115,19 @@ def learning_rate(train: TrainConfig, name: str, round: int, rounds: int) -> flo
 
 
 def sgd_step(
-    params: Tensors, grads: Tensors, velocity: Tensors, rates: dict[str, float], train: TrainConfig
-) -> Tensors:
-    """SGD with weight decay and heavy-ball momentum; `velocity` is updated in place."""
+    params: Tensors, grads: Tensors, velocity: Tensors, rates: Mapping[str, float], train: TrainConfig
+) -> tuple[Tensors, Tensors]:
+    """SGD with weight decay and heavy-ball momentum for N clients at once, (N, ...) each: stepped tensors and velocities."""
     if train.clip_norm is not None:
-        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
-        scale = (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        grads = {name: grad * scale for name, grad in grads.items()}
-    stepped = {}
+        squares = [grad.flatten(1).square().sum(1) for grad in grads.values()]
+        scale = (train.clip_norm / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1.0)
+        grads = {name: grad * scale.view(-1, *[1] * (grad.dim() - 1)) for name, grad in grads.items()}
+    stepped, moving = {}, {}
     for name, grad in grads.items():
-        grad = grad + train.weight_decay * params[name]
-        velocity[name] = grad if name not in velocity else train.momentum * velocity[name] + grad
-        stepped[name] = params[name] - rates[name] * velocity[name]
-    return stepped
+        if train.weight_decay:
+            grad = grad + train.weight_decay * params[name]
+        if train.momentum:
+            grad = torch.add(grad, velocity[name], alpha=train.momentum) if name in velocity else grad
+            moving[name] = grad
+        stepped[name] = params[name] - rates[name] * grad
+    return stepped, moving

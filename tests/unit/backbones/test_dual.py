@@ -521,6 +521,12 @@ class FakeWorld:
         self.text = loaded("tiny-clip").language(["cat", "ox"])
 
 
+def said(world: Any, contexts: dict[str, TextContext]) -> dict[str, Tensor]:
+    """What one client's contexts become."""
+    stacked = {name: context.tokens[None] for name, context in contexts.items()}
+    return {name: features[0] for name, features in speak(world, contexts, stacked).items()}
+
+
 def test_contexts_of_one_shape_are_spoken_together_and_without_gradients_remembered(monkeypatch):
     world: Any = FakeWorld()
     calls = []
@@ -533,18 +539,18 @@ def test_contexts_of_one_shape_are_spoken_together_and_without_gradients_remembe
         "c": TextContext(drawn[2], "front"),
         "d": TextContext(drawn[:2]),
     }
-    together = speak(world, contexts)
+    together = said(world, contexts)
     assert calls == [2, 1, 1]
     for name, context in contexts.items():
         alone = world.text.encode(context.tokens[None], context.position)[0]
         torch.testing.assert_close(together[name], alone, rtol=0, atol=1e-6)
     calls.clear()
     with torch.no_grad():
-        first = speak(world, contexts)
-        again = speak(world, {name: TextContext(c.tokens.clone(), c.position) for name, c in contexts.items()})
+        first = said(world, contexts)
+        again = said(world, {name: TextContext(c.tokens.clone(), c.position) for name, c in contexts.items()})
         assert calls == [1, 1, 1, 1]
         assert all(torch.equal(again[name], first[name]) for name in contexts)
-        changed = speak(world, {**contexts, "b": TextContext(drawn[3]), "c": TextContext(drawn[2], "end")})
+        changed = said(world, {**contexts, "b": TextContext(drawn[3]), "c": TextContext(drawn[2], "end")})
         assert calls == [1, 1, 1, 1, 1, 1]
         together = first
     assert not torch.allclose(changed["b"], together["b"])

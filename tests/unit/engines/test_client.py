@@ -30,20 +30,21 @@ def test_the_optimiser_is_torchs_sgd(momentum: float, decay: float) -> None:
     start, grads = torch.randn(6, generator=generator), torch.randn(5, 6, generator=generator)
     theirs = torch.nn.Parameter(start.clone())
     optimiser = torch.optim.SGD([theirs], lr=0.3, momentum=momentum, weight_decay=decay)
-    ours, velocity = {"x": start}, {}
+    ours, velocity = {"x": start[None]}, {}
     train = TrainConfig(momentum=momentum, weight_decay=decay)
     for grad in grads:
         theirs.grad = grad.clone()
         optimiser.step()
-        ours = sgd_step(ours, {"x": grad}, velocity, {"x": 0.3}, train)
-    torch.testing.assert_close(ours["x"], theirs.detach(), rtol=1e-6, atol=1e-6)
+        ours, velocity = sgd_step(ours, {"x": grad[None]}, velocity, {"x": 0.3}, train)
+    torch.testing.assert_close(ours["x"][0], theirs.detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_clipping_bounds_the_step_over_all_tensors() -> None:
-    grads = {"x": torch.tensor([3.0]), "y": torch.tensor([4.0])}
-    zeros = {"x": torch.zeros(1), "y": torch.zeros(1)}
-    stepped = sgd_step(zeros, grads, {}, {"x": 1.0, "y": 1.0}, TrainConfig(momentum=0.0, clip_norm=1.0))
-    assert (stepped["x"].item(), stepped["y"].item()) == (pytest.approx(-0.6, abs=1e-5), pytest.approx(-0.8, abs=1e-5))
+def test_clipping_bounds_the_step_of_each_client_over_all_its_tensors() -> None:
+    grads = {"x": torch.tensor([[3.0], [0.3]]), "y": torch.tensor([[4.0], [0.4]])}
+    zeros = {"x": torch.zeros(2, 1), "y": torch.zeros(2, 1)}
+    stepped, _ = sgd_step(zeros, grads, {}, {"x": 1.0, "y": 1.0}, TrainConfig(momentum=0.0, clip_norm=1.0))
+    torch.testing.assert_close(stepped["x"], torch.tensor([[-0.6], [-0.3]]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(stepped["y"], torch.tensor([[-0.8], [-0.4]]), atol=1e-5, rtol=0)
 
 
 def test_the_first_matching_pattern_sets_the_rate() -> None:

@@ -1,0 +1,241 @@
+"""Many clients as one batch: a step of a whole cohort, exact in values and gradients.
+
+What a method does with its parameters is mapped over the clients (`torch.func.vmap`); the frozen backbone between those
+parts sees one batch of everybody's images, each with the tokens of its client. Clients with fewer images are filled up
+with copies that have weight 0 in `Batch.weights`.
+
+A method that changes the weights of the backbone cannot share a pass with other clients: it goes client by client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import changes_images, first_block, inserted, speak
+from fedprompt.method import Batch, Method, Prompts, Seen, World
+from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.roles import Tensors
+
+
+class NotFoldable(Exception):
+    """The method changes the weights of the backbone."""
+
+
+@dataclass(frozen=True)
+class Together:
+    """Parameters of several clients: stacked (N, ...), but for those that all have in common."""
+
+    stacked: Tensors
+    common: Tensors = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, each: Sequence[Tensors], trained: Sequence[str] = ()) -> Together:
+        """`trained` are those that will differ, however they begin."""
+        stacked, common = {}, {}
+        for name, first in each[0].items():
+            tensors = [params[name] for params in each]
+            same = all(_is_same(first, other) for other in tensors)
+            if same and name not in trained:
+                common[name] = first
+            else:
+                stacked[name] = first.expand(len(each), *first.shape) if same else torch.stack(tensors)
+        return cls(stacked, common)
+
+    def of_client(self, place: int) -> Tensors:
+        return {**self.common, **{name: tensor[place] for name, tensor in self.stacked.items()}}
+
+    def first(self, count: int) -> Together:
+        return Together({name: tensor[:count] for name, tensor in self.stacked.items()}, self.common)
+
+    def changed(self, changes: Tensors) -> Together:
+        """With other values of the first clients, as many as the changes have."""
+        stacked = dict(self.stacked)
+        for name, tensor in changes.items():
+            rest = stacked[name][len(tensor) :] if name in stacked else tensor[:0]
+            stacked[name] = torch.cat([tensor, rest]) if len(rest) else tensor
+        return Together(stacked, {name: tensor for name, tensor in self.common.items() if name not in changes})
+
+
+def _is_same(first: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one piece of memory, looked at in the same way."""
+    return first is other or (
+        first.data_ptr() == other.data_ptr() and first.shape == other.shape and first.stride() == other.stride()
+    )
+
+
+def alike(params: Tensors) -> tuple[Any, ...]:
+    """Clients can be stacked if they agree on this."""
+    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(params.items()))
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A batch of N clients, B images each."""
+
+    indices: Tensor  # (N, B) of the images in the source
+    labels: Tensor  # (N, B)
+    features: Tensors  # (N, B, ...)
+    weights: Tensor | None  # (N, B), 0 for copies that fill up; None where there are none
+    noise: Tensors  # (N, ...)
+    training: bool = True
+
+    def inputs(self) -> tuple[Tensor, Tensors, Tensor, Tensors]:
+        """What is mapped over the clients. All weights are 1 where nothing is filled up."""
+        weights = self.labels.new_zeros(len(self.labels)) if self.weights is None else self.weights
+        return self.labels, self.features, weights, self.noise
+
+    def batch(self, labels: Tensor, features: Tensors, weights: Tensor) -> Batch:
+        """One client's part, inside a mapped function."""
+        return Batch(labels, features, None if self.weights is None else weights, self.training)
+
+
+def look_together(step: Method, world: World, params: Together, bank: ImageBank, folded: Folded) -> Seen:
+    """The frozen backbone once for all clients. What is seen has the clients in front: (N, rows of a client, ...)."""
+    clients, size = folded.labels.shape
+    plan, slots, contexts, extra = _asked(step, world, params, folded)
+    text = speak(world, plan.text, contexts)
+    if not changes_images(plan, step.reads):
+        found = {
+            name: bank.features(name, folded.indices.flatten()).unflatten(0, (clients, size)) for name in step.reads
+        }
+        repeated = {name: value.repeat(1, plan.repeat, *[1] * (value.dim() - 2)) for name, value in found.items()}
+        return Seen(**repeated, text=text, extra=extra)
+    start = first_block(plan)
+    tokens = bank.tokens(folded.indices.flatten(), start)
+    if plan.repeat > 1:
+        tokens = tokens.unflatten(0, (clients, size)).repeat(1, plan.repeat, 1, 1).flatten(0, 1)
+
+    def later(cls: Tensor) -> list[VisionPrompt]:
+        joining, more, asked = _asked_later(step, world, params, folded, cls, plan.repeat)
+        extra.update(more)
+        return _folded(joining, asked)
+
+    pause = None if plan.pause is None else (plan.pause, later)
+    seen = bank.backbone.run(tokens, _folded(slots, inserted(plan.vision)), step.reads, start, pause)
+    return Seen(**{name: value.unflatten(0, (clients, -1)) for name, value in seen.items()}, text=text, extra=extra)
+
+
+def losses_together(step: Method, world: World, params: Together, bank: ImageBank, folded: Folded) -> Tensor:
+    """One loss for every client (N,)."""
+
+    def loss(params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        logits = step.logits(world, params, seen, batch, noise)
+        return step.loss(world, params, logits, seen, batch, noise)
+
+    return _read_out(loss, params, look_together(step, world, params, bank, folded), folded)
+
+
+def predictions_together(method: Method, world: World, params: Together, seen: Seen, folded: Folded) -> Tensor:
+    """Probabilities (N, V, B, C) of V draws."""
+
+    def predict(params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return method.predict(world, params, seen, batch, noise)
+
+    return _read_out(predict, params, seen, folded)
+
+
+def _read_out(
+    read: Callable[[Tensors, Seen, Batch, Tensors], Tensor], params: Together, seen: Seen, folded: Folded
+) -> Tensor:
+    rows = {
+        name: value
+        for name in ("cls", "patches", "prompts", "image", "image_patches")
+        if (value := getattr(seen, name)) is not None and value.numel()
+    }
+
+    def answer(
+        own: Tensors, rows: Tensors, text: Tensors, extra: Tensors, labels: Tensor, features: Tensors, weights: Tensor,
+        noise: Tensors,
+    ) -> Tensor:  # fmt: skip
+        batch = folded.batch(labels, features, weights)
+        return read({**params.common, **own}, Seen(**rows, text=text, extra=extra), batch, noise)
+
+    return torch.func.vmap(answer)(params.stacked, rows, seen.text, seen.extra, *folded.inputs())
+
+
+def _asked(
+    step: Method, world: World, params: Together, folded: Folded
+) -> tuple[Prompts, tuple[Tensor, ...], Tensors, Tensors]:
+    """What the method wants inserted: the plan of one client, and the tensors of all of them."""
+    if type(step).prompts is Method.prompts:
+        return Prompts(), (), {}, {}
+    plans: list[Prompts] = []
+
+    def ask(
+        own: Tensors, labels: Tensor, features: Tensors, weights: Tensor, noise: Tensors
+    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
+        batch = folded.batch(labels, features, weights)
+        given = step.prompts(world, {**params.common, **own}, batch, noise)
+        plans.append(given)
+        contexts = {name: context.tokens for name, context in given.text.items()}
+        if given.weights:
+            raise NotFoldable
+        return _per_row(inserted(given.vision), given.repeat * len(labels)), contexts, given.extra
+
+    slots, contexts, extra = torch.func.vmap(ask)(params.stacked, *folded.inputs())
+    return plans[0], slots, contexts, dict(extra)
+
+
+def _asked_later(
+    step: Method, world: World, params: Together, folded: Folded, cls: Tensor, repeat: int
+) -> tuple[tuple[Tensor, ...], Tensors, tuple[VisionPrompt, ...]]:
+    plans: list[Prompts] = []
+
+    def ask(
+        own: Tensors, cls: Tensor, labels: Tensor, features: Tensors, weights: Tensor, noise: Tensors
+    ) -> tuple[tuple[Tensor, ...], Tensors]:
+        batch = folded.batch(labels, features, weights)
+        given = step.later(world, {**params.common, **own}, cls, batch, noise)
+        plans.append(given)
+        return _per_row(inserted(given.vision), repeat * len(labels)), given.extra
+
+    rows = cls.unflatten(0, (len(folded.labels), -1))
+    joining, extra = torch.func.vmap(ask)(params.stacked, rows, *folded.inputs())
+    return joining, extra, inserted(plans[0].vision)
+
+
+def _per_row(slots: Sequence[VisionPrompt], rows: int) -> tuple[Tensor, ...]:
+    """The tokens of each slot for every row: (rows, blocks, n, d)."""
+    return tuple(
+        slot.tokens if slot.tokens.dim() == 4 else slot.tokens.expand(rows, *slot.tokens.shape) for slot in slots
+    )
+
+
+def _folded(tokens: Sequence[Tensor], slots: Sequence[VisionPrompt]) -> list[VisionPrompt]:
+    return [replace(slot, tokens=each.flatten(0, 1)) for each, slot in zip(tokens, slots, strict=True)]
+
+
+def fill_up(noise: Sequence[Tensors], sizes: Sequence[int], axes: Mapping[str, tuple[int, int]]) -> Tensors:
+    """The draws of clients with batches of different sizes, stacked; `axes` says where the images are (`image_axes`)."""
+    width = max(sizes)
+
+    def filled(name: str, tensor: Tensor, size: int) -> Tensor:
+        if size == width or name not in axes:
+            return tensor
+        axis, times = axes[name]
+        runs = tensor.unflatten(axis, (times, size))
+        copies = runs.narrow(axis + 1, 0, 1).expand(*runs.shape[: axis + 1], width - size, *runs.shape[axis + 2 :])
+        return torch.cat([runs, copies], dim=axis + 1).flatten(axis, axis + 1)
+
+    return {
+        name: torch.stack([filled(name, each[name], size) for each, size in zip(noise, sizes, strict=True)])
+        for name in noise[0]
+    }
+
+
+def image_axes(step: Method, world: World, training: bool) -> dict[str, tuple[int, int]]:
+    """Which axis of each random draw goes over the images of a batch, and how many rows every image has there."""
+    sizes = (5, 7)  # any two: the axis is the one that grows
+    few, more = (step.noise(world, size, training, torch.Generator().manual_seed(0)) for size in sizes)
+    found = {}
+    for name, tensor in few.items():
+        for axis, (short, long) in enumerate(zip(tensor.shape, more[name].shape, strict=True)):
+            if short != long:
+                found[name] = (axis, short // sizes[0])
+    return found

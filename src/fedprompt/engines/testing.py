@@ -1,0 +1,135 @@
+"""What clients predict of their test images: one client, or several as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from fedprompt.config import Config
+from fedprompt.engines.folding import (
+    Folded,
+    NotFoldable,
+    Together,
+    alike,
+    fill_up,
+    image_axes,
+    look_together,
+    predictions_together,
+)
+from fedprompt.engines.images import ImageBank, Images
+from fedprompt.engines.step import look, make_batch
+from fedprompt.errors import DivergenceError
+from fedprompt.method import Method, World
+from fedprompt.methods.variants.base import Variant
+from fedprompt.roles import Tensors
+from fedprompt.streams import stream
+
+Predicted = tuple[Tensor, dict[str, float]]  #: probabilities (V, images, C) of V draws, and the method's own numbers
+
+
+class Means:
+    """Averages of named numbers over samples."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._samples = 0
+
+    def add(self, numbers: Mapping[str, Tensor], samples: int) -> None:
+        self._samples += samples
+        for name, number in numbers.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(number) * samples
+
+    def values(self) -> dict[str, float]:
+        return {name: total / self._samples for name, total in self._sums.items()}
+
+
+class Testing:
+    """Asks a method for its predictions."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        method: Method,
+        bank: ImageBank,
+        noise: Callable[[Method, int, bool, torch.Generator], Tensors],
+    ) -> None:
+        self.config, self.world, self.method, self.bank, self.noise = config, world, method, bank, noise
+
+    def run(self, params: Mapping[int, Tensors], images: Mapping[int, Images], round: int) -> dict[int, Predicted]:
+        """What each client predicts of all its images; a DivergenceError where that is no number."""
+        with torch.no_grad():
+            found = self._together(params, images, round) if self._foldable(params) else None
+            if found is None:
+                found = {client: self._alone(client, own, images[client], round) for client, own in params.items()}
+        for client, (probabilities, _) in found.items():
+            if not torch.isfinite(probabilities).all():
+                name = self.world.client_names[client]
+                raise DivergenceError(
+                    f"predictions of client {name!r} in round {round} must be finite, got NaN or infinity"
+                )
+        return found
+
+    def _foldable(self, params: Mapping[int, Tensors]) -> bool:
+        """Numbers about a batch cannot be taken apart again: a method that has some is tested client by client."""
+        method: Method = self.method
+        while isinstance(method, Variant):
+            method = method.inner
+        silent = type(method).diagnostics is Method.diagnostics
+        return silent and len(params) > 1 and len({alike(own) for own in params.values()}) == 1
+
+    def _alone(self, client: int, params: Tensors, images: Images, round: int) -> Predicted:
+        draws, numbers = [], Means()
+        generator = stream(self.config.seed, round, client, "evaluation")
+        for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
+            batch = make_batch(self.method, images, positions, training=False)
+            noise = self.noise(self.method, len(positions), False, generator)
+            seen = look(self.method, self.world, params, images, positions, batch, noise)
+            draws.append(self.method.predict(self.world, params, seen, batch, noise))
+            numbers.add(self.method.diagnostics(self.world, params, seen, batch), len(positions))
+        return torch.cat(draws, dim=1), numbers.values()
+
+    def _together(
+        self, params: Mapping[int, Tensors], images: Mapping[int, Images], round: int
+    ) -> dict[int, Predicted] | None:
+        """None where the method cannot be folded. Clients with more images come first: those that are done fall off."""
+        method, size = self.method, self.config.federation.evaluation_batch
+        clients = sorted(params, key=lambda client: -len(images[client]))
+        together = Together.of([params[client] for client in clients])
+        draws = [stream(self.config.seed, round, client, "evaluation") for client in clients]
+        axes = image_axes(method, self.world, False)
+        parts: dict[int, list[Tensor]] = {client: [] for client in clients}
+        for start in range(0, len(images[clients[0]]), size):
+            sizes = [min(size, left) for client in clients if (left := len(images[client]) - start) > 0]
+            noise = [self.noise(method, each, False, draws[place]) for place, each in enumerate(sizes)]
+            now = clients[: len(sizes)]
+            folded = self._folded([images[client] for client in now], start, sizes, fill_up(noise, sizes, axes))
+            working = together.first(len(sizes))
+            try:
+                seen = look_together(method, self.world, working, self.bank, folded)
+            except NotFoldable:
+                return None
+            found = predictions_together(method, self.world, working, seen, folded)
+            for client, each, own in zip(now, sizes, found, strict=True):
+                parts[client].append(own[:, :each])
+        return {client: (torch.cat(parts[client], dim=1), {}) for client in params}
+
+    def _folded(self, images: list[Images], start: int, sizes: list[int], noise: Tensors) -> Folded:
+        width = max(sizes)
+        positions = [torch.arange(width).clamp_max(size - 1) + start for size in sizes]
+        indices = torch.stack(
+            [torch.from_numpy(own.indices)[place] for own, place in zip(images, positions, strict=True)]
+        )
+        labels = torch.stack(
+            [own.labels[place.to(own.labels.device)] for own, place in zip(images, positions, strict=True)]
+        )
+        features = {
+            name: self.bank.features(name, indices.flatten()).unflatten(0, indices.shape) for name in self.method.needs
+        }
+        weights = None
+        if min(sizes) < width:
+            real = torch.arange(width) < torch.tensor(sizes)[:, None]
+            weights = real.to(self.world.device, self.world.dtype)
+        return Folded(indices, labels, features, weights, noise, training=False)

@@ -1,0 +1,15 @@
+"""What the contract is tested on: every registered method, every variant on FedVPT, and the hardest future users."""
+
+from __future__ import annotations
+
+from hard_users import HARD_USERS
+
+from fedprompt import registry
+from fedprompt.method import Method
+from fedprompt.methods.fedvpt import FedVPT
+
+CASES: dict[str, Method] = {
+    **{name: cls() for name, cls in registry.methods().items()},
+    **{f"fedvpt+{name}": cls(inner=FedVPT(head="shared")) for name, cls in registry.variants().items()},  # type: ignore[call-arg]
+    **HARD_USERS,
+}
