@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedprompt import config as configuration
+from fedprompt import config_files
 from fedprompt.config import Config
 from fedprompt.errors import DivergenceError
 from fedprompt.experiment import Experiment
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     part, parts = map(int, arguments.part.split("/"))
-    configs = configuration.load(
+    configs = config_files.load(
         arguments.config, ["output.directory=runs/tuning", *arguments.overrides], [arguments.seed]
     )
     log: list[dict[str, Any]] = []

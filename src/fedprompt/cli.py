@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -72,9 +76,18 @@ def run(
     seed: Seeds = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Measure where the time of a round goes: tables, and profile.json.")
+    ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="With --profile: one round as a trace for chrome://tracing or Perfetto.")
+    ] = False,
 ) -> None:
     """Train: one run per method, seed and sweep value of the config. Stop it whenever you like and --resume."""
-    _train(_load(config, overrides, seed), resume, quiet, as_json)
+    if trace and not profile:
+        raise ConfigError("--trace must come with --profile: it shows a round of it")
+    around = partial(_profiled, trace=trace, as_json=as_json) if profile else _unobserved
+    _train(_load(config, overrides, seed), resume, quiet, as_json, around)
 
 
 @protocol.command("new-clients")
@@ -372,16 +385,32 @@ def privacy(
     _emit(rows, as_json, "\n".join(privacy_text(row) for row in rows))
 
 
-def _train(configs: list[Any], resume: bool, quiet: bool, as_json: bool) -> list[Any]:
-    """The runs of some configs, with their progress while they last and their comparison at the end."""
-    from fedprompt.experiment import Experiment
+def _unobserved(directory: Path) -> AbstractContextManager[None]:
+    return nullcontext()
 
-    experiments = [Experiment(each) for each in configs]  # a mistake in the last one shows before the first one starts
+
+def _train(
+    configs: list[Any],
+    resume: bool,
+    quiet: bool,
+    as_json: bool,
+    around: Callable[[Path], AbstractContextManager[None]] = _unobserved,
+) -> list[Any]:
+    """The runs of some configs, with their progress while they last and their comparison at the end.
+
+    Each happens inside `around` its directory.
+    """
+    with _no_collection():
+        from fedprompt.experiment import Experiment
+
+        # all of them now: a mistake in the last one shows before the first one starts
+        experiments = [Experiment(each) for each in configs]
     done = []
     for experiment in experiments:
         observer = None if quiet or as_json else _progress()
         try:
-            done.append(experiment.run(resume=resume, observer=observer))
+            with around(experiment.config.run_directory):
+                done.append(experiment.run(resume=resume, observer=observer))
         except KeyboardInterrupt:
             _say(f"stopped; every finished round is in {experiment.config.run_directory}. Continue with --resume.")
             raise
@@ -399,10 +428,41 @@ def _train(configs: list[Any], resume: bool, quiet: bool, as_json: bool) -> list
     return done
 
 
-def _load(config: Path, overrides: list[str] | None, seeds: list[str] | None) -> list[Any]:
-    from fedprompt import config as configuration
+@contextmanager
+def _profiled(directory: Path, trace: bool, as_json: bool) -> Iterator[None]:
+    """Measure a run, also one that is stopped, and tell what was found beside its run file."""
+    from rich.console import Console
 
-    return configuration.load(config, overrides or (), _seeds(seeds))
+    from fedprompt.profiling import Profile
+    from fedprompt.report import profile
+
+    found = Profile(directory / profile.TRACE if trace else None)
+    try:
+        with found:
+            yield
+    finally:
+        if found.rounds:
+            path = profile.save(found, directory)
+            for table in () if as_json else profile.tables(found):
+                Console().print(table)
+            _say(f"profile: {path}")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Imports make many objects and hardly any garbage; what is there afterwards stays and need not be looked through again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _load(config: Path, overrides: list[str] | None, seeds: list[str] | None) -> list[Any]:
+    from fedprompt import config_files
+
+    return config_files.load(config, overrides or (), _seeds(seeds))
 
 
 def _seeds(texts: list[str] | None) -> list[int]:

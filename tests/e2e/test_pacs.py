@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, SHARED
 from support import run
 
-from fedprompt import config
+from fedprompt import config, config_files
 
 IMAGES = SHARED / "data" / "pacs.parquet"
 WEIGHTS = SHARED / "weights" / "vit_tiny_patch16_224.safetensors"
@@ -30,7 +30,7 @@ def pacs(settings: Any) -> Any:
     def make(overrides: list[str]) -> list[config.Config]:
         given = [f"data.source={IMAGES}", f"backbone.name={WEIGHTS}", "data.test_per_cell=10", *overrides]
         output = settings()["output"]
-        return config.load(
+        return config_files.load(
             ROOT / "configs/pacs.yaml", [*given, *(f"output.{key}={value}" for key, value in output.items())]
         )
 

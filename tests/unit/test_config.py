@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedprompt import config
+from fedprompt import config, config_files
 from fedprompt.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -86,7 +86,7 @@ def test_the_hash_is_the_same_in_every_version_of_python() -> None:
 def test_overrides_are_yaml_and_reach_into_sections(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("train: {lr: 0.1}\n")
-    (made,) = config.load(path, ["train.lr=0.5", "method=head_tune", "method.head=local", "train.lrs.prompt=2"])
+    (made,) = config_files.load(path, ["train.lr=0.5", "method=head_tune", "method.head=local", "train.lrs.prompt=2"])
     assert (made.train.lr, made.method, made.train.lrs) == (
         0.5,
         {"name": "head_tune", "head": "local"},
@@ -101,7 +101,7 @@ def test_overrides_are_yaml_and_reach_into_sections(tmp_path: Path) -> None:
 def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(f"train: {{weight_decay: {text}}}\n")
-    (made,) = config.load(path, [f"train.lr={text}"])
+    (made,) = config_files.load(path, [f"train.lr={text}"])
     assert (made.train.lr, made.train.weight_decay) == (value, value)
 
 
@@ -110,13 +110,13 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("seed: 1\n")
     with pytest.raises(ConfigError, match="override"):
-        config.load(path, [override])
+        config_files.load(path, [override])
 
 
 def test_a_sweep_is_the_product_of_its_lists_and_the_seeds(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("sweep: {method: [local, {name: fedvpt, head: shared}], train.lr: [0.1, 0.2]}\n")
-    made = config.load(path, seeds=[0, 1])
+    made = config_files.load(path, seeds=[0, 1])
     assert len(made) == 8
     assert {(m.method["name"], m.train.lr, m.seed) for m in made} == {
         (name, lr, seed) for name in ("local", "fedvpt") for lr in (0.1, 0.2) for seed in (0, 1)
@@ -126,17 +126,17 @@ def test_a_sweep_is_the_product_of_its_lists_and_the_seeds(tmp_path: Path) -> No
 def test_cases_set_several_settings_together(tmp_path: Path) -> None:
     path = tmp_path / "cases.yaml"
     path.write_text("sweep: {cases: [{method: fedvpt, train.lr: 0.1}, {method: head_tune, train.lr: 0.2}]}")
-    runs = config.load(path, seeds=[0, 1])
+    runs = config_files.load(path, seeds=[0, 1])
     assert [(run.seed, run.method["name"], run.train.lr) for run in runs] == [
         (0, "fedvpt", 0.1),
         (0, "head_tune", 0.2),
         (1, "fedvpt", 0.1),
         (1, "head_tune", 0.2),
     ]
-    assert [run.train.lr for run in config.load(path, ["method=local"])] == [0.1, 0.2]
-    assert [(run.method["name"], run.train.lr) for run in config.load(path, ["method=local", "train.lr=0.3"])] == [
-        ("local", 0.3)
-    ]
+    assert [run.train.lr for run in config_files.load(path, ["method=local"])] == [0.1, 0.2]
+    assert [
+        (run.method["name"], run.train.lr) for run in config_files.load(path, ["method=local", "train.lr=0.3"])
+    ] == [("local", 0.3)]
 
 
 @pytest.mark.parametrize("cases", ["[]", "[fedvpt]", "{method: fedvpt}"])
@@ -144,7 +144,7 @@ def test_cases_that_are_no_mappings_are_refused(tmp_path: Path, cases: str) -> N
     path = tmp_path / "cases.yaml"
     path.write_text(f"sweep: {{cases: {cases}}}")
     with pytest.raises(ConfigError, match="sweep"):
-        config.load(path)
+        config_files.load(path)
 
 
 def test_runs_of_a_sweep_never_share_a_directory(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_runs_of_a_sweep_never_share_a_directory(tmp_path: Path) -> None:
     path.write_text(
         "sweep: {method: [{name: fedvpt, head: local}, {name: fedvpt, head: shared}, local], train.lr: [0.1, 0.2]}\n"
     )
-    names = [made.run_name for made in config.load(path)]
+    names = [made.run_name for made in config_files.load(path)]
     assert len(set(names)) == 6
     assert "x-headlocal-lr0.1-fedvpt-seed0" in names
 
@@ -160,14 +160,14 @@ def test_runs_of_a_sweep_never_share_a_directory(tmp_path: Path) -> None:
 def test_a_setting_given_by_hand_is_not_swept(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("sweep: {method: [local, fedvpt], train.lr: [0.1, 0.2]}\n")
-    made = config.load(path, ["method=head_tune", "train.lr=0.5"])
+    made = config_files.load(path, ["method=head_tune", "train.lr=0.5"])
     assert [(each.method, each.train.lr) for each in made] == [({"name": "head_tune"}, 0.5)]
 
 
 def test_a_setting_inside_a_swept_section_changes_every_run(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("sweep: {method: [local, {name: fedvpt, prompt_tokens: 9}]}\n")
-    made = config.load(path, ["method.prompt_tokens=3"])
+    made = config_files.load(path, ["method.prompt_tokens=3"])
     assert [each.method for each in made] == [{"name": name, "prompt_tokens": 3} for name in ("local", "fedvpt")]
 
 
@@ -189,7 +189,7 @@ scales:
 def scaled(folder: Path, *overrides: str, text: str = SCALED) -> list[config.Config]:
     path = folder / "x.yaml"
     path.write_text(text)
-    return config.load(path, overrides)
+    return config_files.load(path, overrides)
 
 
 def test_without_a_scale_the_scales_are_ignored(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_the_same_run_twice_in_a_sweep_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("sweep: {method: [local, local]}\n")
     with pytest.raises(ConfigError, match="same run twice"):
-        config.load(path)
+        config_files.load(path)
 
 
 @pytest.mark.parametrize(
@@ -263,12 +263,12 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError):
-        config.load(path)
+        config_files.load(path)
 
 
 def test_a_missing_file_is_told_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
-        config.load(tmp_path / "nowhere.yaml")
+        config_files.load(tmp_path / "nowhere.yaml")
 
 
 def test_a_difference_names_the_field_and_both_values() -> None:

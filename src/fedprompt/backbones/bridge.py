@@ -6,7 +6,6 @@ read hundreds of millions of captions.
 
 from __future__ import annotations
 
-from importlib.resources import as_file, files
 from pathlib import Path
 
 from fedprompt.assets import prepare
@@ -18,10 +17,14 @@ from fedprompt.backbones.vit import ViT
 from fedprompt.backbones.weights import read_file
 
 
+def bridge_file(name: str) -> Path:
+    """Where the package keeps the projections of that dual encoder."""
+    return Path(__file__).parent / "bridges" / f"{name}.safetensors"
+
+
 def bridged(vision: ViT, cache: Path) -> DualEncoder:
     """The dual encoder of that name, given its image tower."""
-    with as_file(files("fedprompt.backbones") / "bridges" / f"{vision.name}.safetensors") as path:
-        stored = read_file(path)
+    stored = read_file(bridge_file(vision.name))
     scale = float(stored.pop("scale"))
     tensors = {name: tensor.to(vision.device, vision.dtype) for name, tensor in stored.items()}
     text = minilm(

@@ -15,6 +15,7 @@ from fedprompt.backbones.names import fused, renamed
 from fedprompt.backbones.projection import Projection
 from fedprompt.backbones.text import CausalTower, TextShape, TextTower, text_tensor_shapes
 from fedprompt.backbones.vit import ViT
+from fedprompt.backbones.words import Words
 from fedprompt.errors import BackboneError, broken
 from fedprompt.reading import read_json
 
@@ -110,7 +111,7 @@ def joined(vision: ViT, text: TextTower, image_projection: Projection, scale: fl
     )
 
 
-def folder_tokenizer(folder: Path) -> tuple[Callable[[str], Sequence[int]], int, int]:
+def folder_tokenizer(folder: Path) -> tuple[Words, int, int]:
     """The tokenizer beside the weights, and the ids of its start and end tokens."""
     from transformers import AutoTokenizer
 
@@ -124,10 +125,13 @@ def folder_tokenizer(folder: Path) -> tuple[Callable[[str], Sequence[int]], int,
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     if start is None or end is None:
         raise BackboneError(f"the tokenizer in {str(folder)!r} must have a token for the start and one for the end")
-    return _without_ends(tokenizer), int(start), int(end)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise BackboneError(f"{rule}: it must be one of the tokenizers library, got {type(tokenizer).__name__}")
+    return Words(backend), int(start), int(end)
 
 
-def byte_tokenizer() -> tuple[Callable[[str], Sequence[int]], int, int]:
+def byte_tokenizer() -> tuple[Words, int, int]:
     """CLIP's own tokenizer without a single merge: every letter is a token, laid out as in the real vocabulary.
 
     256 bytes, the same with an end-of-word mark, then start and end, which have the two largest ids.
@@ -138,11 +142,4 @@ def byte_tokenizer() -> tuple[Callable[[str], Sequence[int]], int, int]:
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(letter + "</w>" for letter in letters), START, END]
     tokenizer = CLIPTokenizer(vocab={token: number for number, token in enumerate(tokens)}, merges=[])
-    return _without_ends(tokenizer), tokens.index(START), tokens.index(END)
-
-
-def _without_ends(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    def tokenise(text: str) -> Sequence[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    return tokenise
+    return Words(tokenizer.backend_tokenizer), tokens.index(START), tokens.index(END)

@@ -13,11 +13,13 @@ CLIP maps its CLS row. A bridge may map [CLS ; mean of the patches], told by its
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -91,6 +93,10 @@ class DualEncoder(ViT):
     @property
     def averages_patches(self) -> bool:
         return self.image_projection.width == 2 * self.shape.width
+
+    def autocasting(self) -> Self:
+        """Both towers; the projections behind them stay as they are, for a unit vector of bfloat16 is not one."""
+        return dataclasses.replace(super().autocasting(), text=dataclasses.replace(self.text, autocast=True))
 
     def run(
         self,

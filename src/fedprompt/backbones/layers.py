@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +25,32 @@ def norm(weights: Weights, name: str, x: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weights[name + ".weight"], weights[name + ".bias"], eps)
 
 
-def split_heads(projected: Tensor, heads: int, parts: int) -> Tensor:
-    """(B, R, parts * d) to (parts, B, heads, R, d / heads)."""
-    batch, rows, width = projected.shape
-    return projected.view(batch, rows, parts, heads, width // parts // heads).permute(2, 0, 3, 1, 4)
+class _SplitHeads(torch.autograd.Function):
+    """Views for the forward pass; the backward pass writes every gradient straight to its place, where autograd would copy it twice."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(projected: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
+        return projected.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple[Tensor, int, int], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return torch.stack([gradient.transpose(1, 2) for gradient in gradients], dim=2).flatten(2), None, None
+
+
+def split_heads(projected: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
+    """(B, R, parts * d) to one (B, heads, R, d / heads) for each part."""
+    return _SplitHeads.apply(projected, heads, parts)
+
+
+def precision(autocast: bool, device: torch.device) -> AbstractContextManager[object]:
+    """Where it is asked for, matrix products and convolutions inside are made in bfloat16; sums and norms stay as they are."""
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
 
 
 def activate(kind: str, hidden: Tensor) -> Tensor:

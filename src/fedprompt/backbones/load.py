@@ -8,11 +8,12 @@ from pathlib import Path
 
 from fedprompt.assets import ASSETS, prepare
 from fedprompt.backbones.assemble import assemble, infer_shape
-from fedprompt.backbones.bridge import bridged
+from fedprompt.backbones.bridge import bridge_file, bridged
 from fedprompt.backbones.catalog import B16, DINOV2_SMALL, MINI, NAMED, TINY, TINY_CLIP, Named, Triple
 from fedprompt.backbones.clip import clip_from_folder, is_clip
 from fedprompt.backbones.folder import folder_preprocessing, folder_shape
 from fedprompt.backbones.hub import hub_folder, is_hub_id
+from fedprompt.backbones.kept import kept
 from fedprompt.backbones.names import canonical
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.tiny import TINY_CLIP_SHAPE, TINY_SHAPE, tiny_clip, tiny_vit
@@ -37,26 +38,38 @@ CLIP_B16_SHAPE = ViTShape(
     ln_pre=True,
 )
 
+_TEXT = ("minilm-weights", "minilm-tokenizer")
+_MADE_OF = {
+    DINOV2_SMALL.name: ("dinov2-small",),
+    MINI.name: ("dinov2-small", *_TEXT),
+    B16.name: ("clip-b16-image", *_TEXT),
+}  #: assets behind the backbones that have a name
+
 
 def load_backbone(config: BackboneConfig, cache: Path) -> ViT:
     """The frozen backbone a config asks for, at the resolution, precision and device it asks for."""
+    backbone = _stored(config, cache)
+    return backbone.autocasting() if config.autocast else backbone
+
+
+def _stored(config: BackboneConfig, cache: Path) -> ViT:
+    """The backbone as its weights and shape describe it."""
     path = Path(config.name).expanduser()
     if config.name == TINY.name:
         return _tiny(config, TINY_SHAPE)
     if config.name == TINY_CLIP.name:
         return tiny_clip(_tiny(config, TINY_CLIP_SHAPE))
-    if config.name == DINOV2_SMALL.name:
-        return _dinov2_small(config, cache)
-    if config.name == MINI.name:
-        return bridged(_dinov2_small(_at_own_size(config, MINI), cache), cache)
-    if config.name == B16.name:
-        return bridged(_clip_b16_image(_at_own_size(config, B16), cache), cache)
+    if config.name in _MADE_OF:
+        sources = [cache / ASSETS[asset].file for asset in _MADE_OF[config.name]]
+        sources += [bridge_file(config.name)] if config.name in (MINI.name, B16.name) else []
+        return kept(config, sources, cache, lambda: _named(config, cache))
     if path.is_dir():
-        return _folder(path, config)
+        return kept(config, _files(path), cache, lambda: _folder(path, config))
     if path.suffix == ".safetensors" or path.suffix in PICKLES:
-        return _file(path, config, own=None)
+        return kept(config, [path], cache, lambda: _file(path, config, own=None))
     if is_hub_id(config.name):
-        return _folder(hub_folder(config.name, config.revision), config)
+        folder = hub_folder(config.name, config.revision)
+        return kept(config, _files(folder), cache, lambda: _folder(folder, config))
     choices = f"be one of {', '.join(NAMED)}, an existing folder, a .safetensors file or a hub id owner/model"
     raise BackboneError(broken("backbone.name", choices, config.name))
 
@@ -83,6 +96,19 @@ def _agreed(field: str, given: Triple | None, own: Triple | None) -> Triple:
     result = own if own is not None else given
     assert result is not None
     return result
+
+
+def _files(folder: Path) -> list[Path]:
+    """Whatever in a model folder its weights, architecture, preprocessing or tokenizer may be read from."""
+    return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json", ".txt"))
+
+
+def _named(config: BackboneConfig, cache: Path) -> ViT:
+    if config.name == MINI.name:
+        return bridged(_dinov2_small(_at_own_size(config, MINI), cache), cache)
+    if config.name == B16.name:
+        return bridged(_clip_b16_image(_at_own_size(config, B16), cache), cache)
+    return _dinov2_small(config, cache)
 
 
 def _tiny(config: BackboneConfig, shape: ViTShape) -> ViT:

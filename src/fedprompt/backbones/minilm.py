@@ -12,6 +12,7 @@ from fedprompt.backbones.assemble import check_tensors
 from fedprompt.backbones.names import fused, renamed
 from fedprompt.backbones.projection import Projection
 from fedprompt.backbones.text import BidirectionalTower, TextShape, text_tensor_shapes
+from fedprompt.backbones.words import Words
 from fedprompt.errors import BackboneError
 
 SHAPE = TextShape(width=384, depth=6, heads=12, mlp_width=1536, vocabulary=30522, positions=512, norm_eps=1e-12)
@@ -45,14 +46,8 @@ def minilm(
     named["position.weight"] = named["position.weight"] + named.pop("kind.weight")[0]
     check_tensors(named, text_tensor_shapes(SHAPE, outer_norm="embedding_norm"))
     weights = {name: tensor.detach().to(device, dtype).contiguous() for name, tensor in named.items()}
-    words = Tokenizer.from_file(str(tokenizer))
-    words.no_truncation()
-    words.no_padding()
-
-    def tokenise(text: str) -> list[int]:
-        return list(words.encode(text, add_special_tokens=False).ids)
-
-    start, end = (words.token_to_id(token) for token in (START, END))
+    words = Words(Tokenizer.from_file(str(tokenizer)))
+    start, end = words.number(START), words.number(END)
     if start is None or end is None:
         raise BackboneError(f"{str(tokenizer)!r} must know the tokens {START} and {END}")
-    return BidirectionalTower(SHAPE, weights, tokenise, start, end, projection)
+    return BidirectionalTower(SHAPE, weights, words, start, end, projection)

@@ -19,7 +19,9 @@ Every checkpoint family is translated to the same *canonical* tensor names, so t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 CHANNELS = 3  #: colour images only; a grey image is repeated by the data side
@@ -59,7 +61,7 @@ class ViTShape:
 
 def tensor_shapes(shape: ViTShape) -> dict[str, tuple[int, ...]]:
     """Every canonical tensor such a transformer has."""
-    width, hidden = shape.width, shape.mlp_width
+    width = shape.width
     shapes: dict[str, tuple[int, ...]] = {
         "patch.weight": (width, CHANNELS, shape.patch, shape.patch),
         "patch.bias": (width,),
@@ -70,6 +72,14 @@ def tensor_shapes(shape: ViTShape) -> dict[str, tuple[int, ...]]:
     }
     if shape.ln_pre:
         shapes |= {"ln_pre.weight": (width,), "ln_pre.bias": (width,)}
+    block = block_tensors(shape)
+    return shapes | {f"blocks.{i}.{name}": size for i in range(shape.depth) for name, size in block.items()}
+
+
+@cache
+def block_tensors(shape: ViTShape) -> Mapping[str, tuple[int, ...]]:
+    """The tensors of one block."""
+    width, hidden = shape.width, shape.mlp_width
     block: dict[str, tuple[int, ...]] = {
         "norm1.weight": (width,),
         "norm1.bias": (width,),
@@ -86,4 +96,4 @@ def tensor_shapes(shape: ViTShape) -> dict[str, tuple[int, ...]]:
     }
     if shape.layer_scale:
         block |= {"scale1": (width,), "scale2": (width,)}
-    return shapes | {f"blocks.{i}.{name}": size for i in range(shape.depth) for name, size in block.items()}
+    return block

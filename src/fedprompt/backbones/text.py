@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
@@ -81,6 +82,7 @@ class Group:
 
     classes: Tensor  # (c,)
     rests: Tensor  # (c, L)
+    speaks_context: bool  #: some of these entries are tokens of the context
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +109,7 @@ class TextTower(ABC):
     start: int
     end: int
     projection: Projection
+    autocast: bool = False  #: matrices are multiplied in bfloat16, all but the projection's
     shares_beginning: ClassVar[bool]  #: what is the same at the beginning of all sentences runs once
 
     def __post_init__(self) -> None:
@@ -158,7 +161,8 @@ class TextTower(ABC):
         read: Callable[..., Tensor] = self._read_group
         if many and torch.is_grad_enabled():  # nothing is drawn at random inside
             read = partial(checkpoint, self._read_group, use_reentrant=False, preserve_rng_state=False)
-        prepared = self._prepare(leading + self.weights["position.weight"][: 1 + shared])
+        with self._precision():
+            prepared = self._prepare(leading + self.weights["position.weight"][: 1 + shared])
         encoded, order = [], []
         for group in groups:
             for part in _split(group, max(1, CHUNK_TOKENS // (len(contexts) * (own + group.rests.shape[1])))):
@@ -168,7 +172,8 @@ class TextTower(ABC):
 
     def digest(self) -> str:
         """The identity of what this tower computes, its projection included."""
-        sha = hashlib.sha256(f"{type(self).__name__} {self.shape} {self.start} {self.end}".encode())
+        how = " autocast" if self.autocast else ""
+        sha = hashlib.sha256(f"{type(self).__name__} {self.shape} {self.start} {self.end}{how}".encode())
         for part in (self.weights, self.projection.weights):
             layers.update_digest(sha, part)
         return sha.hexdigest()
@@ -179,10 +184,16 @@ class TextTower(ABC):
 
     @abstractmethod
     def _read(self, rest: Tensor, *prepared: Tensor) -> Tensor:
-        """The unit vectors (N, c, D) of sentences with these rests (N, c, L, d)."""
+        """What is read (N, c, d) of sentences with these rests (N, c, L, d)."""
 
     def _read_group(self, contexts: Tensor, group: Group, first: int, *prepared: Tensor) -> Tensor:
-        return self._read(self._rest(contexts, group, first), *prepared)
+        rest = self._rest(contexts, group, first)
+        with self._precision():
+            read = self._read(rest, *prepared)
+        return self.projection(read)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return layers.precision(self.autocast, self.weights["token.weight"].device)
 
     def _ids(self, text: str) -> list[int]:
         ids = list(self.tokenise(text))
@@ -214,8 +225,8 @@ class TextTower(ABC):
                 rests.setdefault(len(rest), []).append((number, rest))
             device = self.weights["token.weight"].device
             names.layouts[key] = tuple(
-                Group(*(torch.tensor(column, device=device) for column in zip(*rests[length], strict=True)))
-                for length in sorted(rests)
+                Group(torch.tensor(classes, device=device), torch.tensor(entries, device=device), shared < tokens)
+                for classes, entries in (zip(*rests[length], strict=True) for length in sorted(rests))
             )
         return names.layouts[key]
 
@@ -224,7 +235,7 @@ class TextTower(ABC):
         rows = group.rests
         rest = self.weights["token.weight"][(-1 - rows).clamp_min(0)]  # (c, L, d)
         slots = rows.clamp_min(0)
-        if (rows >= 0).any():
+        if group.speaks_context:
             own = contexts[:, slots] if contexts.dim() == 3 else contexts[:, group.classes[:, None], slots]
             rest = torch.where((rows >= 0)[:, :, None], own, rest)
         rest = rest + self.weights["position.weight"][first : first + rows.shape[1]]
@@ -233,7 +244,7 @@ class TextTower(ABC):
 
 def _split(group: Group, size: int) -> Iterator[Group]:
     parts = zip(group.classes.split(size), group.rests.split(size), strict=True)
-    return (Group(classes, rests) for classes, rests in parts)
+    return (Group(classes, rests, group.speaks_context) for classes, rests in parts)
 
 
 class CausalTower(TextTower):
@@ -268,9 +279,9 @@ class CausalTower(TextTower):
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
             x = self._finished(block, x, mixed)
         x = layers.norm(self.weights, "norm", x[:, 0], self.shape.norm_eps)
-        return self.projection(x).unflatten(0, (contexts, classes))
+        return x.unflatten(0, (contexts, classes))
 
-    def _projected(self, block: int, x: Tensor) -> Tensor:
+    def _projected(self, block: int, x: Tensor) -> tuple[Tensor, ...]:
         prefix = f"blocks.{block}."
         x = layers.norm(self.weights, prefix + "norm1", x, self.shape.norm_eps)
         return layers.split_heads(layers.linear(self.weights, prefix + "attention.in", x), self.shape.heads, 3)
@@ -305,7 +316,7 @@ class BidirectionalTower(TextTower):
             x = self._norm(prefix + "norm1", x + layers.linear(weights, prefix + "attention.out", mixed))
             hidden = layers.activate(self.shape.activation, layers.linear(weights, prefix + "mlp.in", x))
             x = self._norm(prefix + "norm2", x + layers.linear(weights, prefix + "mlp.out", hidden))
-        return self.projection(x.mean(1)).unflatten(0, (contexts, classes))
+        return x.mean(1).unflatten(0, (contexts, classes))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return layers.norm(self.weights, name, x, self.shape.norm_eps)

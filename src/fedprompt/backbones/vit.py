@@ -7,9 +7,10 @@ Two shortcuts make the prompted pass cheaper without changing its result:
 
 * a prompt row that is thrown away before the next block is only looked at by others: it needs a key and a value, but no
   query, no output projection and no MLP;
-* of the last block, only the rows that are read are computed; all others are keys and values there.
+* of the last block, only the rows that are read are computed; all others are only looked at there, and where those that
+  look are few, not even keys and values are made.
 
-Both say: at each block a row is either *live* (its output is used) or *passive* (key and value only).
+Both say: at each block a row is either *live* (its output is used) or *passive* (it is only looked at). See `block.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.backbones import layers
-from fedprompt.backbones.shape import CHANNELS, ViTShape
-from fedprompt.errors import BackboneError, ContractError
+from fedprompt.backbones.block import Block, run_block
+from fedprompt.backbones.compiled import CompiledBlock
+from fedprompt.backbones.shape import CHANNELS, ViTShape, block_tensors
+from fedprompt.errors import BackboneError, ContractError, broken
 from fedprompt.prompts.insertion import VisionPrompt, check_prompt, enter, leaves
 
 __all__ = ["READS", "ViT", "ViTShape"]
@@ -46,6 +50,8 @@ class ViT:
     stem: int = (
         0  #: first blocks that belong to the embedding: no prompt reaches them, and blocks are counted behind them
     )
+    autocast: bool = False  #: matrices are multiplied in bfloat16; between them is `dtype`
+    block: Block = run_block  #: how a block is computed
 
     @property
     def depth(self) -> int:
@@ -72,7 +78,8 @@ class ViT:
             raise ContractError(f"images must be (B, {CHANNELS}, {size}, {size}), got {tuple(images.shape)}")
         weights = self.weights
         images = images.to(self.device, self.dtype)
-        patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
+        with layers.precision(self.autocast, self.device):
+            patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
         patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
         tokens = torch.cat([weights["lead"].expand(len(images), -1, -1), patches], dim=1)
         tokens = self._norm("ln_pre", tokens) if self.shape.ln_pre else tokens
@@ -92,6 +99,16 @@ class ViT:
                 raise ContractError(f"added weights must fit the backbone, got {name!r} of shape {tuple(change.shape)}")
             weights[own] = weights[own] + change
         return dataclasses.replace(self, weights=weights)
+
+    def autocasting(self) -> Self:
+        """The same transformer with all of its matrices multiplied in bfloat16, and everything else as before."""
+        if self.dtype == torch.float64:
+            raise BackboneError(broken("backbone.autocast", "be false where backbone.dtype is float64", True))
+        return dataclasses.replace(self, autocast=True)
+
+    def compiled(self) -> Self:
+        """The same transformer with blocks that torch.compile translates when they are first needed."""
+        return dataclasses.replace(self, block=CompiledBlock())
 
     def run(
         self,
@@ -155,6 +172,8 @@ class ViT:
         """The identity of what this backbone computes: architecture, resolution, preprocessing and every byte of every weight."""
         described = {**dataclasses.asdict(self.shape), "mean": self.mean, "std": self.std, "stem": self.stem}
         del described["ln_pre"]  # the names of the weights tell it
+        if self.autocast:
+            described["autocast"] = True
         sha = hashlib.sha256(repr(sorted(described.items())).encode())
         layers.update_digest(sha, self.weights)
         return sha.hexdigest()
@@ -196,42 +215,11 @@ class ViT:
         return seen | {"cls": seen["cls"].squeeze(1)} if "cls" in seen else seen
 
     def _block(self, block: int, live: list[Tensor], passive: list[Tensor]) -> list[Tensor]:
-        """One pre-norm block over pieces of a sequence; returns the live ones. Passive ones may have batch size 1."""
-        weights, prefix, width = self.weights, f"blocks.{self.stem + block}.", self.shape.width
-        x = torch.cat(live, dim=1) if len(live) > 1 else live[0]
-        weight, bias = weights[prefix + "attention.in.weight"], weights[prefix + "attention.in.bias"]
-
-        query, key, value = self._heads(F.linear(self._norm(prefix + "norm1", x), weight, bias), 3)
-        keys, values = [key], [value]
-        for rows in passive:
-            if rows.shape[1]:
-                pair = self._heads(F.linear(self._norm(prefix + "norm1", rows), weight[width:], bias[width:]), 2)
-                key, value = pair.expand(-1, len(x), -1, -1, -1)
-                keys.append(key)
-                values.append(value)
-        if len(keys) > 1:
-            key, value = torch.cat(keys, dim=2), torch.cat(values, dim=2)
-        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)  # (B, R, d)
-        x = x + self._scaled(prefix + "scale1", self._linear(prefix + "attention.out", mixed))
-
-        hidden = self._linear(prefix + "mlp.in", self._norm(prefix + "norm2", x))
-        x = x + self._scaled(prefix + "scale2", self._linear(prefix + "mlp.out", self._activate(hidden)))
-        return list(x.split([rows.shape[1] for rows in live], dim=1)) if len(live) > 1 else [x]
-
-    def _heads(self, projected: Tensor, parts: int) -> Tensor:
-        return layers.split_heads(projected, self.shape.heads, parts)
-
-    def _activate(self, hidden: Tensor) -> Tensor:
-        if self.shape.mlp == "swiglu":
-            gate, value = hidden.chunk(2, dim=-1)
-            return F.silu(gate) * value
-        return layers.activate(self.shape.activation, hidden)
-
-    def _scaled(self, name: str, x: Tensor) -> Tensor:
-        return x * self.weights[name] if self.shape.layer_scale else x
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return layers.linear(self.weights, name, x)
+        """The live pieces behind a block. Passive ones may have batch size 1."""
+        prefix = f"blocks.{self.stem + block}."
+        weights = {name: self.weights[prefix + name] for name in block_tensors(self.shape)}
+        with layers.precision(self.autocast, self.device):
+            return self.block(weights, self.shape, live, passive)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return layers.norm(self.weights, name, x, self.shape.norm_eps)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,6 +21,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX_BYTES = 2**24
+ALIGNED = 64  #: bytes, a cache line
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def read_file(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
@@ -28,7 +34,37 @@ def read_file(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
     if not path.is_file():
         raise BackboneError(broken("backbone.name", "name an existing safetensors file", str(path)))
     _check_sha256([path], sha256)
-    return _tensors(path)
+    return read_described(path)[0]
+
+
+def read_described(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of one safetensors file, mapped and not read, and the texts that describe them."""
+    try:
+        with path.open("rb") as stream:
+            header = read_header(stream, path.stat().st_size, FILE)
+        return load_file(path), header.metadata
+    except (SafetensorError, ValueError) as error:
+        raise BackboneError(f"{str(path)!r} must be an intact safetensors file: {error}") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+
+
+def write_described(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """A safetensors file whose tensors begin at multiples of `ALIGNED`, as torch's own do: sums over rows that begin
+    elsewhere may round differently. Those of an odd size come last, one behind the other.
+    """
+    order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNED != 0, -tensors[name].itemsize, name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    reached = 0
+    for name in order:
+        tensor, begin = tensors[name], reached
+        reached += tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, reached]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNED)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        file.write(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
 def read_folder(folder: Path, sha256: str | None = None) -> dict[str, Tensor]:
@@ -51,7 +87,7 @@ def read_folder(folder: Path, sha256: str | None = None) -> dict[str, Tensor]:
     _check_sha256(shards, sha256)
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        found = _tensors(shard)
+        found, _ = read_described(shard)
         for name in sorted(found.keys() & tensors.keys())[:1]:
             raise BackboneError(broken(f"the shards in {str(folder)!r}", "hold every tensor once", name))
         tensors |= found
@@ -85,14 +121,3 @@ def _check_sha256(paths: list[Path], expected: str | None) -> None:
                 sha.update(piece)
     if sha.hexdigest() != expected:
         raise BackboneError(f"backbone.sha256 of {str(paths[0])!r} must be {expected}, got {sha.hexdigest()}")
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with path.open("rb") as stream:
-            read_header(stream, path.stat().st_size, FILE)
-        return load_file(path)
-    except (SafetensorError, ValueError) as error:
-        raise BackboneError(f"{str(path)!r} must be an intact safetensors file: {error}") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}") from error

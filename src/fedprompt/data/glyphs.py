@@ -7,6 +7,7 @@ import hashlib
 import io
 from dataclasses import dataclass
 from functools import cache as remember
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -122,9 +123,16 @@ def font_glyph(font: str, digit: int) -> np.ndarray:
 
 
 def _font_path(name: str) -> Path:
-    import matplotlib
+    return _font_folder() / name
 
-    return Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name
+
+@remember
+def _font_folder() -> Path:
+    """Found without importing matplotlib, which would take longer than all else there is to opening the set."""
+    package = find_spec("matplotlib")
+    if package is None or package.origin is None:
+        raise DataError("data.source 'embedded' needs the fonts of the package matplotlib, which is not installed")
+    return Path(package.origin).parent / "mpl-data" / "fonts" / "ttf"
 
 
 def _digits(compressed: bytes, ink: int) -> tuple[np.ndarray, ...]:

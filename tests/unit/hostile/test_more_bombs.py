@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedprompt import config
+from fedprompt import config, config_files
 from fedprompt.backbones.folder import folder_shape
 from fedprompt.data import parquet
 from fedprompt.data.manifest import Manifest
@@ -56,7 +56,7 @@ def test_a_sweep_is_weighed_before_it_is_expanded() -> None:
         "sweep": {"seed": list(range(100)), "train.epochs": list(range(1, 100))},
     }
     with pytest.raises(ConfigError, match="bytes of settings in all its runs"):
-        config.expand(base)
+        config_files.expand(base)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from fedprompt.config import Config
 from fedprompt.errors import RunError
 from fedprompt.evaluation.metrics import ClientResult, summarise
 from fedprompt.federation import wire
-from fedprompt.federation.store import FILE, Event, RoundRecord, RunStore
+from fedprompt.federation.pool import StoredRows, packed
+from fedprompt.federation.store import FILE, Event, PoolChange, RoundRecord, RunStore
 from fedprompt.report import tables
 from fedprompt.run import Run
 
@@ -45,7 +46,8 @@ def write_run(folder: Path) -> Path:
         tensors = wire.encode({"prompt": torch.full((2, 3), float(number))})
         record = RoundRecord(number, [0, 1] if number else [], 0.5, 10, 10, summarise(RESULTS), {"train": 0.1})
         refused = [Event(1, "refused", json.dumps({"rule": "norm", "value": "9"}))]
-        store.commit(record, tensors, wire.encode({}), {0: tensors}, evaluations, refused)
+        pool = PoolChange({client: packed(torch.full((2, 3), float(number))) for client in range(4)}, bytes(24))
+        store.commit(record, tensors, wire.encode({}), {0: tensors}, evaluations, refused, pool)
     store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     store.close()
     return folder / FILE
@@ -68,6 +70,10 @@ def read_everything(folder: Path) -> None:
         for client, _, blob in run.reader.client_states():
             wire.decode(blob)
             run.reader.client_state(client)
+        rows = StoredRows(run.reader)
+        list(rows.blocks())
+        rows.chosen(rows.clients().tolist())
+        run.reader.pool_cells()
         for key in ("versions", "manifest", "backbone", "classes", "domains"):
             run.reader.fact(key)
     finally:
@@ -145,6 +151,11 @@ FORGERIES = [
     "UPDATE server_state SET shared = x'ffffffffffffff7f'",
     "UPDATE server_state SET own = zeroblob(100000)",
     "UPDATE client_states SET tensors = x'0000'",
+    "UPDATE pool SET row = x'0000'",
+    "UPDATE pool SET kind = 'F32 3 2' WHERE client = 1",
+    "UPDATE pool_cells SET centres = 'text'",
+    "DROP TABLE pool",
+    "ALTER TABLE pool_cells RENAME COLUMN centres TO middles",
     "DROP TABLE evaluations",
     "ALTER TABLE rounds RENAME COLUMN cohort TO crowd",
     "DROP TABLE events; CREATE VIEW events AS SELECT 0 AS round, 0 AS client, 'x' AS kind, 'y' AS detail",

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import peak_of
 
-from fedprompt import config
+from fedprompt import config_files
 from fedprompt.backbones.folder import folder_preprocessing, folder_shape
-from fedprompt.data.manifest import ClientData, Manifest
+from fedprompt.data.manifest import ClientData, Clients, Manifest
 from fedprompt.data.tiny import TinySource
 from fedprompt.errors import BackboneError, ConfigError, DataError, broken
 from fedprompt.reading import DEPTH, strict_json
@@ -59,7 +59,7 @@ YAML_BOMBS = {
 def test_yaml_bombs_are_config_errors_and_cost_no_memory(name: str, tmp_path: Path) -> None:
     path = tmp_path / "bomb.yaml"
     path.write_text(YAML_BOMBS[name])
-    assert peak_of(lambda: config.load(path), ConfigError) < 16 * MEGABYTE
+    assert peak_of(lambda: config_files.load(path), ConfigError) < 16 * MEGABYTE
 
 
 def test_a_value_may_be_written_once_and_used_twice() -> None:
@@ -74,18 +74,18 @@ def test_a_yaml_file_that_is_no_text_is_a_config_error(tmp_path: Path) -> None:
     path = tmp_path / "bomb.yaml"
     path.write_bytes(b"name: \xff\xfe")
     with pytest.raises(ConfigError, match="is not YAML"):
-        config.load(path)
+        config_files.load(path)
 
 
 @pytest.mark.parametrize("value", ["[" * 5000, "&a [*a]", "0x" + "f" * 6000, "!!python/name:os.system", "{1: 2}"])
 def test_overrides_are_read_with_the_same_limits(value: str) -> None:
     with pytest.raises(ConfigError, match=r"override train\.lr"):
-        config.apply_overrides({}, [f"train.lr={value}"])
+        config_files.apply_overrides({}, [f"train.lr={value}"])
 
 
 def test_an_override_has_so_many_names() -> None:
     with pytest.raises(ConfigError, match="at most 16 names"):
-        config.apply_overrides({}, ["a." * 5000 + "b=1"])
+        config_files.apply_overrides({}, ["a." * 5000 + "b=1"])
 
 
 @settings(max_examples=200)
@@ -144,7 +144,8 @@ SOURCE = TinySource()
 
 
 def manifest_values() -> dict[str, Any]:
-    clients = (ClientData("a", *map(_indices, ([0, 1], [2]))), ClientData("b", *map(_indices, ([3], [4]))))
+    held = (ClientData("a", *map(_indices, ([0, 1], [2]))), ClientData("b", *map(_indices, ([3], [4]))))
+    clients = Clients.of(held)
     made = Manifest(
         SOURCE.name, SOURCE.fingerprint, SOURCE.class_names, SOURCE.domain_names, clients, {"scheme": "iid"}
     )

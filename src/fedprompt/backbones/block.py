@@ -1,0 +1,75 @@
+"""One pre-norm block over pieces of a sequence: a pure function, so that all blocks can share one compiled graph.
+
+At each block a row is either *live* (its output is used) or *passive* (it is only looked at).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedprompt.backbones import layers
+from fedprompt.backbones.layers import Weights
+from fedprompt.backbones.shape import ViTShape
+
+Block = Callable[[Weights, ViTShape, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
+
+
+def run_block(weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive: Sequence[Tensor]) -> list[Tensor]:
+    """The live pieces (B, R, d) behind the block whose weights these are. Passive ones may have batch size 1."""
+    passive = [rows for rows in passive if rows.shape[1]]
+    x = torch.cat(list(live), dim=1) if len(live) > 1 else live[0]
+    rows = x.shape[1]
+    total = rows + sum(piece.shape[1] for piece in passive)
+    few = rows * ((shape.heads - 1) * total + shape.width) < shape.width * total  # by the products that each way costs
+    mixed = (_few_look if few else _many_look)(weights, shape, x, passive)
+    x = x + _scaled(weights, shape, "scale1", layers.linear(weights, "attention.out", mixed))
+    hidden = layers.linear(weights, "mlp.in", layers.norm(weights, "norm2", x, shape.norm_eps))
+    x = x + _scaled(weights, shape, "scale2", layers.linear(weights, "mlp.out", _activate(shape, hidden)))
+    return list(x.split([piece.shape[1] for piece in live], dim=1)) if len(live) > 1 else [x]
+
+
+def _many_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[Tensor]) -> Tensor:
+    """Attention (B, R, d) of the live rows. Passive rows get a key and a value, but no query."""
+    weight, bias = weights["attention.in.weight"], weights["attention.in.bias"]
+    normed = layers.norm(weights, "norm1", x, shape.norm_eps)
+    query, *pair = layers.split_heads(F.linear(normed, weight, bias), shape.heads, 3)
+    pairs = [pair]
+    for rows in passive:
+        normed = layers.norm(weights, "norm1", rows, shape.norm_eps)
+        pair = list(layers.split_heads(F.linear(normed, weight[shape.width :], bias[shape.width :]), shape.heads, 2))
+        pairs.append([part.expand(len(x), -1, -1, -1) for part in pair])
+    key, value = (torch.cat(parts, dim=2) if passive else parts[0] for parts in zip(*pairs, strict=True))
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+def _few_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[Tensor]) -> Tensor:
+    """The same where few rows are live: the normed rows n themselves stand for keys and values, which are never made.
+
+    A score is q'(K n + k) = (K'q)'n + q'k, where q'k is the same for all rows and so nothing to the softmax; and with weights a that sum
+    to 1, the sum of a (V n + v) is V (the sum of a n) + v.
+    """
+    everybody = torch.cat([x, *(rows.expand(len(x), -1, -1) for rows in passive)], dim=1)
+    normed = layers.norm(weights, "norm1", everybody, shape.norm_eps)
+    to_query, to_key, to_value = weights["attention.in.weight"].unflatten(0, (3, shape.heads, -1))  # (h, d / h, d)
+    query_bias, _, value_bias = weights["attention.in.bias"].chunk(3)
+    query = F.linear(normed[:, : x.shape[1]], to_query.flatten(0, 1), query_bias).unflatten(-1, (shape.heads, -1))
+    asked = torch.einsum("brhc,hcd->bhrd", query, to_key)
+    seen = normed.unsqueeze(1)
+    mixed = F.scaled_dot_product_attention(asked.flatten(1, 2).unsqueeze(1), seen, seen, scale=query.shape[-1] ** -0.5)
+    mixed = mixed.squeeze(1).unflatten(1, asked.shape[1:3])  # (B, h, R, d)
+    return torch.einsum("bhrd,hcd->brhc", mixed, to_value).flatten(2) + value_bias
+
+
+def _activate(shape: ViTShape, hidden: Tensor) -> Tensor:
+    if shape.mlp == "swiglu":
+        gate, value = hidden.chunk(2, dim=-1)
+        return F.silu(gate) * value
+    return layers.activate(shape.activation, hidden)
+
+
+def _scaled(weights: Weights, shape: ViTShape, name: str, x: Tensor) -> Tensor:
+    return x * weights[name] if shape.layer_scale else x
