@@ -5,22 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from fedprompt.assets import write_atomically
+from fedprompt.data import client_names
 from fedprompt.data.base import Source
+from fedprompt.data.index_lists import MOST_BYTES, IndexLists
 from fedprompt.errors import DataError, broken
 from fedprompt.reading import read_text, strict_json
 
 FORMAT = "fedprompt-manifest-1"
-MOST_BYTES = 2**27  # of a manifest: some fifteen million images
-
 LONGEST_NAME = 200  #: of a client
+PARTS = ("train", "test")
+INDEX_LISTS = "index_lists"  #: the fact of a run file that says who holds which images
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +36,36 @@ class ClientData:
 
     @cached_property
     def checksum(self) -> str:
-        return _digest({"name": self.name, "train": self.train.tolist(), "test": self.test.tolist()})
+        content = {"name": self.name, "train": self.train.tolist(), "test": self.test.tolist()}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Clients(Sequence[ClientData]):
+    """All clients of a partition, each made when it is asked for."""
+
+    names: Sequence[str]
+    train: IndexLists
+    test: IndexLists
+
+    @classmethod
+    def of(cls, clients: Iterable[ClientData]) -> Clients:
+        held = tuple(clients)
+        names = client_names.compact([client.name for client in held])
+        train, test = (IndexLists.of(parts) for parts in ([each.train for each in held], [each.test for each in held]))
+        return cls(names, train, test)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, place: int) -> ClientData: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[ClientData, ...]: ...
+    def __getitem__(self, place: int | slice) -> ClientData | tuple[ClientData, ...]:
+        if isinstance(place, slice):
+            return tuple(map(ClientData, self.names[place], self.train[place], self.test[place]))
+        return ClientData(self.names[place], self.train[place], self.test[place])
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +76,18 @@ class Manifest:
     source_fingerprint: str
     class_names: tuple[str, ...]
     domain_names: tuple[str, ...]
-    clients: tuple[ClientData, ...]
+    clients: Clients
     scheme: dict[str, Any]  # the settings that made it
 
     @cached_property
     def checksum(self) -> str:
         """The sha256 over everything else."""
-        clients = [client.checksum for client in self.clients]
-        return _digest([self._head(), clients])
+        names = client_names.as_fact(self.clients.names)
+        total = hashlib.sha256(json.dumps([self._head(), names], sort_keys=True).encode())
+        for lists in (self.clients.train, self.clients.test):
+            for numbers in (lists.sizes, lists.values):
+                total.update(numbers.astype("<i8").tobytes())
+        return total.hexdigest()
 
     def to_json(self) -> str:
         """One line per client part: a text editor and a diff can cope with it."""
@@ -80,9 +116,35 @@ class Manifest:
             source_fingerprint=_field(source, "fingerprint", str, "manifest.source"),
             class_names=_names(raw, "classes"),
             domain_names=_names(raw, "domains"),
-            clients=tuple(_client(values, position) for position, values in enumerate(clients)),
+            clients=Clients.of(_client(values, position) for position, values in enumerate(clients)),
             scheme=_field(raw, "scheme", dict),
         )
+
+    def to_facts(self) -> dict[str, Any]:
+        """What a run file keeps of it: what identifies it, apart from the many numbers."""
+        packed = {part: getattr(self.clients, part).packed() for part in PARTS}
+        return {
+            "manifest": {"format": FORMAT, **self._head(), "checksum": self.checksum},
+            "clients": client_names.as_fact(self.clients.names),
+            INDEX_LISTS: packed,
+        }
+
+    @classmethod
+    def from_facts(cls, fact: Callable[[str], Any]) -> Manifest:
+        """The manifest that a run file holds, also one whose numbers are still JSON."""
+        head, packed = fact("manifest"), fact(INDEX_LISTS)
+        if not isinstance(packed, dict) or not isinstance(head, dict):
+            return cls.from_json(json.dumps(head))
+        try:
+            names = client_names.from_fact(fact("clients"))
+            lists = [IndexLists.unpacked(_field(packed, part, str, INDEX_LISTS)) for part in PARTS]
+        except ValueError as error:
+            raise DataError(f"manifest: the clients of the run {error}") from error
+        for part, found in zip(PARTS, lists, strict=True):
+            if len(found) != len(names):
+                raise DataError(broken(f"{INDEX_LISTS}.{part}", f"hold {len(names)} lists", len(found)))
+        nobody = cls.from_json(json.dumps({**head, "clients": []}))
+        return replace(nobody, clients=Clients(names, *lists))
 
     def save(self, path: str | Path) -> None:
         write_atomically(Path(path), self.to_json().encode())
@@ -108,29 +170,42 @@ class Manifest:
             raise DataError(broken("manifest.domains", f"be {list(source.domain_names)}", list(self.domain_names)))
         if not self.clients:
             raise DataError(broken("manifest.clients", "hold at least one client", []))
-        for name, times in Counter(client.name for client in self.clients).items():
-            if times > 1:
-                raise DataError(broken("manifest.clients", "have different names", name))
+        _check_names(self.clients.names)
+        for client in self._at_fault(len(source)):
+            for part in PARTS:
+                _check_indices(f"manifest.clients.{client.name}.{part}", getattr(client, part), len(source))
+        train, test = self.clients.train, self.clients.test
         trained = np.zeros(len(source), dtype=bool)
-        for client in self.clients:
-            for part, indices in (("train", client.train), ("test", client.test)):
-                _check_indices(f"manifest.clients.{client.name}.{part}", indices, len(source))
-            trained[client.train] = True
-        for client in self.clients:
-            for index in client.test[trained[client.test]][:1]:
-                holder = next(other.name for other in self.clients if index in other.train)
-                rule = f"hold no training image of any client ({holder!r} trains on it)"
-                raise DataError(broken(f"manifest.clients.{client.name}.test", rule, int(index)))
+        trained[train.values] = True
+        for place in np.flatnonzero(trained[test.values])[:1].tolist():
+            index, tester = test.values[place], self.clients[int(test.owners[place])]
+            holder = self.clients.names[int(train.owners[train.values == index][0])]
+            rule = f"hold no training image of any client ({holder!r} trains on it)"
+            raise DataError(broken(f"manifest.clients.{tester.name}.test", rule, int(index)))
+
+    def _at_fault(self, images: int) -> Sequence[ClientData]:
+        """The first client with an empty list, a number that is no image, or the same one twice."""
+        fault = np.zeros(len(self.clients), dtype=bool)
+        for lists in (self.clients.train, self.clients.test):
+            outside = (lists.values < 0) | (lists.values >= images)
+            order = np.lexsort((lists.values, lists.owners))
+            values, owners = lists.values[order], lists.owners[order]
+            twice = (np.diff(values) == 0) & (np.diff(owners) == 0)
+            fault |= lists.sizes == 0
+            fault[lists.owners[outside]] = fault[owners[1:][twice]] = True
+        return [self.clients[client] for client in np.flatnonzero(fault)[:1].tolist()]
 
     def class_matrix(self, labels: np.ndarray) -> np.ndarray:
         """Training images of every client and class, (clients, classes)."""
-        return np.stack([np.bincount(labels[client.train], minlength=len(self.class_names)) for client in self.clients])
+        train, classes = self.clients.train, len(self.class_names)
+        cells = train.owners * classes + labels[train.values]
+        return np.bincount(cells, minlength=len(train) * classes).reshape(len(train), classes)
 
     def picture(self, labels: np.ndarray, path: str | Path) -> None:
         """Draw the class matrix as a PNG."""
         from fedprompt.data.pictures import draw_matrix  # matplotlib only when a picture is wanted
 
-        draw_matrix(self.class_matrix(labels), [client.name for client in self.clients], self.class_names, Path(path))
+        draw_matrix(self.class_matrix(labels), self.clients.names, self.class_names, Path(path))
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -141,8 +216,20 @@ class Manifest:
         }
 
 
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def stored_checksum(fact: Callable[[str], Any]) -> object:
+    """The checksum of the manifest that a run file holds; one whose numbers are still JSON is counted anew."""
+    head = fact("manifest")
+    if isinstance(head, dict) and "clients" not in head:
+        return head.get("checksum")
+    return Manifest.from_facts(fact).checksum
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if isinstance(names, client_names.NumberedNames):
+        return
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise DataError(broken("manifest.clients", "have different names", name))
 
 
 def _check_indices(field: str, indices: np.ndarray, count: int) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from fedprompt.config import DataConfig, PartitionConfig
 from fedprompt.data.base import Source
-from fedprompt.data.manifest import ClientData, Manifest
+from fedprompt.data.client_names import NumberedNames
+from fedprompt.data.manifest import Clients, Manifest
 from fedprompt.data.schemes import (
     Division,
     Supply,
@@ -39,14 +42,14 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
     supply = Supply(source.labels, source.domains, train, test, source.class_names, source.domain_names)
     seed = partition.seed if partition.seed is not None else seed
     division = divide(supply, partition, seed)
-    names = client_names(partition.clients)
+    names = NumberedNames(partition.clients)
     _check_sizes(division, names, partition)
     return Manifest(
         source_name=source.name,
         source_fingerprint=source.fingerprint,
         class_names=source.class_names,
         domain_names=source.domain_names,
-        clients=tuple(ClientData(name, *parts) for name, parts in zip(names, division, strict=True)),
+        clients=Clients(names, division.train, division.test),
         scheme={
             **partition.model_dump(mode="json", exclude={"manifest"}),
             "seed": seed,
@@ -77,18 +80,15 @@ def divide(supply: Supply, partition: PartitionConfig, seed: int) -> Division:
     raise ConfigError(broken("partition.scheme", "divide images", partition.scheme))
 
 
-def client_names(count: int) -> list[str]:
-    """`client_00`, `client_01`, ...: they sort like numbers."""
-    width = len(str(count - 1))
-    return [f"client_{index:0{width}d}" for index in range(count)]
-
-
-def _check_sizes(division: Division, names: list[str], partition: PartitionConfig) -> None:
-    for name, (train, test) in zip(names, division, strict=True):
+def _check_sizes(division: Division, names: NumberedNames, partition: PartitionConfig) -> None:
+    short = (division.train.sizes < partition.min_train) | (division.test.sizes < partition.min_test)
+    for client in np.flatnonzero(short)[:1].tolist():
+        train, test = division[client]
         for field, kind, size, minimum in (
             ("partition.min_train", "training", len(train), partition.min_train),
             ("partition.min_test", "test", len(test), partition.min_test),
         ):
             if size < minimum:
                 rule = f"be met by every client ({minimum} {kind} images)"
-                raise DataError(broken(field, rule, f"{size} at {name}") + ": use fewer clients or more images")
+                found = f"{size} at {names[client]}"
+                raise DataError(broken(field, rule, found) + ": use fewer clients or more images")

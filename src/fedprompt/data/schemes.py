@@ -6,15 +6,39 @@ images of shares, for training and for testing alike, so both have the same dist
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import numpy as np
 
+from fedprompt.data.index_lists import IndexLists
 from fedprompt.data.split import cells
 from fedprompt.data.streams import stream
 from fedprompt.errors import ConfigError, DataError, broken
 
-Division = list[tuple[np.ndarray, np.ndarray]]  # training and test indices of every client
+Shares = Callable[[int, int], np.ndarray]  #: what part of a (domain, class) each client gets; made row by row
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Division(Sequence[Pair]):
+    """Training and test indices of every client."""
+
+    train: IndexLists
+    test: IndexLists
+
+    def __len__(self) -> int:
+        return len(self.train)
+
+    @overload
+    def __getitem__(self, place: int) -> Pair: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Pair, ...]: ...
+    def __getitem__(self, place: int | slice) -> Pair | tuple[Pair, ...]:
+        if isinstance(place, slice):
+            return tuple(zip(self.train[place], self.test[place], strict=True))
+        return self.train[place], self.test[place]
 
 
 @dataclass(frozen=True)
@@ -41,12 +65,12 @@ def by_domains(supply: Supply, clients: int, per_client: int, seed: int) -> Divi
         raise ConfigError(
             broken("partition.domains_per_client", f"be at most the {count} domains of the data", per_client)
         )
-    held = np.zeros((count, clients))
-    for client in range(clients):
-        held[(client + np.arange(per_client)) % count, client] = 1
-    shares = held / np.maximum(held.sum(axis=1, keepdims=True), 1)
-    every_class = np.repeat(shares[:, None, :], len(supply.class_names), axis=1)
-    return _both(supply, every_class, seed, "domains", restart_in_domains=True)
+    everyone = np.arange(clients)
+
+    def shares(domain: int, label: int) -> np.ndarray:
+        return _evenly_among((domain - everyone) % count < per_client)
+
+    return _both(supply, clients, shares, seed, "domains", restart_in_domains=True)
 
 
 def by_classes(supply: Supply, clients: int, per_client: int, seed: int) -> Division:
@@ -65,16 +89,20 @@ def by_classes(supply: Supply, clients: int, per_client: int, seed: int) -> Divi
         rule = f"be at least {-(-count // clients)}, so that {clients} clients can hold all {count} classes"
         raise ConfigError(broken("partition.classes_per_client", rule, per_client))
     generator = stream(seed, "classes")
-    quota = np.full(count, per_client * clients // count)
-    quota[generator.permutation(count)[: per_client * clients % count]] += 1
-    weights = np.zeros((count, clients))
-    for client in range(clients):
-        for _ in range(per_client):
-            drawn = generator.choice(np.flatnonzero(quota == quota.max()))
-            quota[drawn] -= 1
-            weights[drawn, client] += generator.uniform(0.4, 0.6)
-    shares = weights / weights.sum(axis=1, keepdims=True)
-    return _by_class(supply, shares, seed, "classes")
+    drawn, worth = np.empty(clients * per_client, dtype=np.int64), np.empty(clients * per_client)
+    largest = sorted(generator.permutation(count)[: per_client * clients % count].tolist())
+    for place in range(len(drawn)):
+        largest = largest or list(range(count))  # all have the same quota again
+        drawn[place] = largest.pop(generator.integers(len(largest)))
+        worth[place] = generator.uniform(0.4, 0.6)
+    holders = np.arange(clients).repeat(per_client)
+
+    def shares(label: int) -> np.ndarray:
+        mine = drawn == label
+        weights = np.bincount(holders[mine], worth[mine], clients)
+        return weights / weights.sum()
+
+    return _by_class(supply, clients, shares, seed, "classes")
 
 
 def by_dirichlet(
@@ -93,8 +121,8 @@ def by_dirichlet(
     for attempt in range(max_tries):
         purpose = f"dirichlet/{where}/{attempt}"
         shares = dirichlet_shares(counts, clients, alpha, stream(seed, purpose))
-        division = _by_class(supply, shares, seed, purpose)
-        smallest = min(len(train) for train, _ in division), min(len(test) for _, test in division)
+        division = _by_class(supply, clients, shares.__getitem__, seed, purpose)
+        smallest = int(division.train.sizes.min()), int(division.test.sizes.min())
         if smallest[0] >= min_train and smallest[1] >= min_test:
             return division
         best = max(best, smallest, key=lambda pair: min(pair[0] - min_train, pair[1] - min_test))
@@ -128,13 +156,14 @@ def by_dirichlet_in_domains(
     count = len(supply.domain_names)
     if clients % count:
         raise ConfigError(broken("partition.clients", f"be a multiple of the {count} domains of the data", clients))
-    division: Division = []
-    for domain, name in enumerate(supply.domain_names):
-        inside = supply.inside(domain)
-        division += by_dirichlet(
-            inside, clients // count, alpha, min_train, min_test, max_tries, seed, f"domain {name!r}"
+    found = [
+        by_dirichlet(
+            supply.inside(domain), clients // count, alpha, min_train, min_test, max_tries, seed, f"domain {name!r}"
         )
-    return division
+        for domain, name in enumerate(supply.domain_names)
+    ]
+    parts = [division.train for division in found], [division.test for division in found]
+    return Division(*map(IndexLists.joined, parts))
 
 
 def by_disjoint_classes(
@@ -159,7 +188,7 @@ def by_disjoint_classes(
         shares[group, client] = 1
     if shots is not None:
         supply = replace(supply, train=_few(supply, shots, seed))
-    return _by_class(supply, shares, seed, "disjoint")
+    return _by_class(supply, clients, shares.__getitem__, seed, "disjoint")
 
 
 def by_label_subsets(supply: Supply, clients: int, subsets: int, per_client: int, seed: int) -> Division:
@@ -174,51 +203,61 @@ def by_label_subsets(supply: Supply, clients: int, subsets: int, per_client: int
     if clients + per_client - 1 < subsets:
         rule = f"be at least {subsets - per_client + 1}, so that each of the {subsets} label subsets has a holder"
         raise ConfigError(broken("partition.clients", rule, clients))
-    held = np.zeros((count, clients))
+    everyone, subset_of = np.arange(clients), np.empty(count, dtype=np.int64)
     for subset, group in enumerate(np.array_split(stream(seed, "label_subsets").permutation(count), subsets)):
-        for client in range(clients):
-            held[group, client] = (subset - client) % subsets < per_client
-    return _by_class(supply, held / held.sum(axis=1, keepdims=True), seed, "label_subsets")
+        subset_of[group] = subset
+
+    def shares(label: int) -> np.ndarray:
+        return _evenly_among((subset_of[label] - everyone) % subsets < per_client)
+
+    return _by_class(supply, clients, shares, seed, "label_subsets")
 
 
 def evenly(supply: Supply, clients: int, seed: int) -> Division:
     """IID: every client gets the same part of every (domain, class)."""
-    shares = np.full((len(supply.domain_names), len(supply.class_names), clients), 1 / clients)
-    return _both(supply, shares, seed, "iid")
+    share = np.full(clients, 1 / clients)
+    return _both(supply, clients, lambda domain, label: share, seed, "iid")
 
 
 def deal(
     indices: np.ndarray,
     labels: np.ndarray,
     domains: np.ndarray,
-    shares: np.ndarray,
+    clients: int,
+    shares: Shares,
     generator: np.random.Generator,
     restart_in_domains: bool = False,
-) -> list[np.ndarray]:
-    """Give out every (domain, class) cell by its shares (domains, classes, clients); a cell without a holder stays.
+) -> tuple[IndexLists, dict[tuple[int, int], np.ndarray]]:
+    """Give out every (domain, class) cell by its shares; a cell without a holder stays. Also: who got any of each cell.
 
     Rounding is carried on: a client that got less than its share of one cell comes first in the next, so client sizes
     stay true even when cells are small. `restart_in_domains` carries inside a domain only, which keeps each domain even
     among its holders.
     """
-    clients = shares.shape[2]
     turn = generator.permutation(clients)  # who comes first among equals
-    owed = np.zeros(clients)
-    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
-    domain = -1
+    owed, everyone, sizes = np.zeros(clients), np.arange(clients), np.zeros(clients, dtype=np.int64)
+    above = int(indices.max(initial=0)) + 1
+    dealt = np.empty(len(indices), dtype=np.int64)  # owner * above + index: one array, sorted in place
+    holders: dict[tuple[int, int], np.ndarray] = {}
+    latest = -1
     for cell in cells(indices, labels, domains):
-        if restart_in_domains and domains[cell[0]] != domain:
+        domain, label = int(domains[cell[0]]), int(labels[cell[0]])
+        if restart_in_domains and domain != latest:
             owed[:] = 0
-        domain = int(domains[cell[0]])
-        share = shares[domain, labels[cell[0]]]
+        latest = domain
+        share = shares(domain, label)
         if not share.any():
             continue
         counts = apportion(len(cell), share, owed, turn)
         owed += len(cell) * share - counts
-        pieces = np.split(generator.permutation(cell), np.cumsum(counts)[:-1])
-        for part, piece in zip(parts, pieces, strict=True):
-            part.append(piece)
-    return [np.sort(np.concatenate([np.array([], dtype=np.int64), *part])) for part in parts]
+        filled = int(sizes.sum())
+        dealt[filled : filled + len(cell)] = everyone.repeat(counts) * above + generator.permutation(cell)
+        sizes += counts
+        holders[domain, label] = np.flatnonzero(counts)
+    dealt = dealt[: sizes.sum()]
+    dealt.sort()
+    dealt %= above
+    return IndexLists.of_sizes(dealt, sizes), holders
 
 
 def apportion(count: int, share: np.ndarray, owed: np.ndarray, turn: np.ndarray) -> np.ndarray:
@@ -226,30 +265,45 @@ def apportion(count: int, share: np.ndarray, owed: np.ndarray, turn: np.ndarray)
     exact = count * share
     counts = np.floor(exact + 1e-9).astype(np.int64)
     priority = np.where(share > 0, np.round(exact - counts + owed, 9), -np.inf)
-    first = np.lexsort((turn, -priority))
-    counts[first[: count - counts.sum()]] += 1
+    left = count - int(counts.sum())
+    if left:
+        last = np.partition(priority, -left)[-left]  # the least that still gets one more, where its turn comes early
+        ties = np.flatnonzero(priority == last)
+        counts[priority > last] += 1
+        counts[ties[np.argsort(turn[ties])[: left - (priority > last).sum()]]] += 1
     return counts
 
 
-def _both(supply: Supply, shares: np.ndarray, seed: int, purpose: str, restart_in_domains: bool = False) -> Division:
+def _both(
+    supply: Supply, clients: int, shares: Shares, seed: int, purpose: str, restart_in_domains: bool = False
+) -> Division:
     """Deal training and test images by the same shares; a cell is tested only where it is trained on."""
     labels, domains = supply.labels, supply.domains
-    train = deal(supply.train, labels, domains, shares, stream(seed, purpose, "train"), restart_in_domains)
-    trained = np.zeros_like(shares)
-    for client, part in enumerate(train):
-        np.add.at(trained, (domains[part], labels[part], client), 1)
-    masked = shares * (trained > 0)
-    total = masked.sum(axis=2, keepdims=True)
-    masked = np.where(
-        total > 0, masked / np.where(total > 0, total, 1), shares
-    )  # a cell without training images: as planned
-    test = deal(supply.test, labels, domains, masked, stream(seed, purpose, "test"), restart_in_domains)
-    return list(zip(train, test, strict=True))
+    generator = stream(seed, purpose, "train")
+    train, holders = deal(supply.train, labels, domains, clients, shares, generator, restart_in_domains)
+
+    def trained(domain: int, label: int) -> np.ndarray:
+        share, held = shares(domain, label), holders.get((domain, label))
+        if held is None:  # a cell without training images: as planned
+            return share
+        masked = np.zeros(clients)
+        masked[held] = share[held]
+        return masked / masked.sum()
+
+    generator = stream(seed, purpose, "test")
+    test, _ = deal(supply.test, labels, domains, clients, trained, generator, restart_in_domains)
+    return Division(train, test)
 
 
-def _by_class(supply: Supply, shares: np.ndarray, seed: int, purpose: str) -> Division:
-    """Deal whole classes by shares (classes, clients), whatever the domain: fewer, larger cells are rounded less."""
-    return _both(replace(supply, domains=np.zeros_like(supply.domains)), shares[None], seed, purpose)
+def _by_class(supply: Supply, clients: int, shares: Callable[[int], np.ndarray], seed: int, purpose: str) -> Division:
+    """Deal whole classes by the shares of each, whatever the domain: fewer, larger cells are rounded less."""
+    anywhere = replace(supply, domains=np.zeros_like(supply.domains))
+    return _both(anywhere, clients, lambda domain, label: shares(label), seed, purpose)
+
+
+def _evenly_among(holders: np.ndarray) -> np.ndarray:
+    """The same share for everyone who holds any."""
+    return holders / max(holders.sum(), 1)
 
 
 def _few(supply: Supply, shots: int, seed: int) -> np.ndarray:

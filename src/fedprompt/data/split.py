@@ -56,9 +56,10 @@ def per_cell(indices: np.ndarray, source: Source, limit: int | None, seed: int, 
 
 def cells(indices: np.ndarray, labels: np.ndarray, domains: np.ndarray) -> Iterator[np.ndarray]:
     """The indices of every (domain, class) that has any, in that order."""
-    order = np.lexsort((indices, labels[indices], domains[indices]))
-    ordered = indices[order]
-    changes = np.flatnonzero(np.diff(labels[ordered]) | np.diff(domains[ordered])) + 1
+    cell_of = domains[indices] * (int(labels.max(initial=0)) + 1) + labels[indices]
+    ordered = indices[np.lexsort((indices, cell_of))]
+    cell_of.sort()
+    changes = np.flatnonzero(np.diff(cell_of)) + 1
     return (cell for cell in np.split(ordered, changes) if len(cell))
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,24 +12,23 @@ import numpy as np
 import PIL
 from PIL import Image
 
+from fedprompt.data.ahead import Turns
 from fedprompt.data.base import Source
+from fedprompt.data.row_file import RowFile
 from fedprompt.errors import ConfigError, broken
 
 if TYPE_CHECKING:
     import torch
 
 RECIPE = 1  # raise it when `resized` gives other pixels, so that old files are left alone
+GROUP = 16  #: images that are decoded before they are written
 
 
 class ImageStore:
-    """Decoded, resized pixels, kept in a memory-mapped file from run to run and filled image by image.
+    """Decoded, resized pixels, kept in a file of the cache from run to run and filled image by image.
 
-    Beside the pixels lies one checksum per image, written after them. An entry counts only when its pixels match its
-    checksum, so a write cut short by a kill, a power cut or a full disk is never read as an image: it is decoded again.
-    Two processes that fill the same entry write the same bytes. Pixels are written with `pwrite`, not through the map:
-    on a full disk that is an error we can handle, where the map would kill the process. For the same reason an entry is
-    looked at through the map only after it was found good: a page that was never written may need room to be read. When
-    the cache cannot be written, pixels stay in memory.
+    What cannot be written stays in memory. Images may be decoded ahead by a thread in the background; whoever needs one that
+    is under way waits for it. Only one image is read from the source at a time: sources may share file handles.
     """
 
     def __init__(self, source: Source, size: int, resize: str, cache: Path) -> None:
@@ -39,18 +36,17 @@ class ImageStore:
             raise ConfigError(broken("data.resize", "be 'squash' or 'crop'", resize))
         self._source, self._size, self._resize = source, size, resize
         self._shape = (size, size, 3)
-        self._bytes = size * size * 3
-        self._good = np.zeros(len(source), dtype=bool)  # checked by this process
         self._memory: dict[int, np.ndarray] = {}  # what could not be written
-        self._pixels: np.ndarray | None = None
-        self._file = self._sums_file = -1
+        self._turns = Turns()
         key = f"{RECIPE}|{PIL.__version__}|{source.fingerprint}|{len(source)}|{size}|{resize}"
-        self.path = cache / "pixels" / f"{size}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.rgb"
-        try:
-            self._open()
-            self._writable = True
-        except OSError as error:
-            self._stop_writing(error)
+        self.cache, self.key = cache, f"{size}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+        self._file = RowFile(cache / "pixels" / f"{self.key}.rgb", len(source), size * size * 3)
+        if self._file.problem is not None:
+            self._warn(self._file.problem)
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
 
     def pixels(self, indices: np.ndarray) -> np.ndarray:
         """The pixels of some images, (len(indices), size, size, 3) uint8."""
@@ -59,53 +55,57 @@ class ImageStore:
             raise IndexError(
                 broken("indices", f"be in 0..{len(self._source) - 1}", [int(indices.min()), int(indices.max())])
             )
-        for index in np.unique(indices[~self._good[indices]]):  # sorted, so that neighbours on disk are read together
-            self._fill(int(index))
-        if self._pixels is not None and not self._memory:
-            return np.asarray(self._pixels[indices])
+        if not self.known(indices).all():
+            self._fill(indices)
+        if not self._memory:
+            return self._file.read(indices).reshape(-1, *self._shape)
         result = np.empty((len(indices), *self._shape), dtype=np.uint8)
-        for row, index in enumerate(indices.tolist()):
-            kept = self._memory.get(index)
-            result[row] = kept if kept is not None else self._pixels[index]  # type: ignore[index]
+        filed = self._file.known(indices)
+        result[filed] = self._file.read(indices[filed]).reshape(-1, *self._shape)
+        for place in np.flatnonzero(~filed).tolist():
+            result[place] = self._memory[int(indices[place])]
         return result
 
-    def _open(self) -> None:
-        count = len(self._source)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._sums_file = os.open(self.path.with_suffix(".crc"), os.O_RDWR | os.O_CREAT, 0o644)
-        os.ftruncate(self._file, count * self._bytes)  # sparse: no space is taken before it is filled
-        os.ftruncate(self._sums_file, count * 4)
-        self._pixels = np.memmap(self.path, dtype=np.uint8, mode="r", shape=(count, *self._shape))
+    def known(self, indices: np.ndarray) -> np.ndarray:
+        """Which images are at hand, as far as can be told without looking into the file."""
+        known = self._file.known(indices)
+        return known | np.isin(indices, list(self._memory)) if self._memory else known
 
-    def _fill(self, index: int) -> None:
-        if self._pixels is not None and self._is_kept(index):
-            self._good[index] = True
-            return
-        pixels = resized(self._source.image(index), self._size, self._resize)
-        if self._writable:
+    def decode_ahead(self, indices: np.ndarray) -> None:
+        """Decode what is absent of these images, for those who will ask; damaged ones are left to them."""
+        for group in np.array_split(indices, max(1, -(-len(indices) // GROUP))):
+            with self._turns.turn(ahead=True):
+                self._keep(self._absent(group), lenient=True)
+
+    def _fill(self, indices: np.ndarray) -> None:
+        with self._turns.turn():
+            absent = self._absent(indices)  # in order, so that neighbours on disk are read together
+            for start in range(0, len(absent), GROUP):
+                self._keep(absent[start : start + GROUP])
+
+    def _absent(self, indices: np.ndarray) -> np.ndarray:
+        indices = np.unique(indices[~self.known(indices)])
+        return indices[~self._file.holds(indices)]
+
+    def _keep(self, indices: np.ndarray, lenient: bool = False) -> None:
+        """Decode some images, in rising order, and keep them."""
+        decoded: dict[int, np.ndarray] = {}
+        for index in indices.tolist():
             try:
-                content = pixels.tobytes()
-                _write(self._file, content, index * self._bytes)
-                _write(self._sums_file, _checksum(content).to_bytes(4, "little"), index * 4)
-            except OSError as error:
-                self._stop_writing(error)
-        if not self._writable:
-            self._memory[index] = pixels
-        self._good[index] = True
+                decoded[index] = resized(self._source.image(index), self._size, self._resize)
+            except Exception:
+                if not lenient:
+                    raise
+        if not decoded:
+            return
+        could_write = self._file.problem is None
+        if not self._file.write(np.array(list(decoded)), np.stack(list(decoded.values()))):
+            self._memory.update(decoded)
+            if could_write and self._file.problem is not None:
+                self._warn(self._file.problem)
 
-    def _is_kept(self, index: int) -> bool:
-        known = int.from_bytes(os.pread(self._sums_file, 4, index * 4), "little")
-        return bool(known) and known == _checksum(os.pread(self._file, self._bytes, index * self._bytes))
-
-    def _stop_writing(self, error: OSError) -> None:
-        self._writable = False
-        warnings.warn(f"decoded images stay in memory: {self.path} cannot be written: {error}", stacklevel=4)
-
-    def __del__(self) -> None:
-        for handle in (getattr(self, "_file", -1), getattr(self, "_sums_file", -1)):
-            if handle >= 0:
-                os.close(handle)
+    def _warn(self, problem: OSError) -> None:
+        warnings.warn(f"decoded images stay in memory: {self.path} cannot be written: {problem}", stacklevel=5)
 
 
 def resized(image: Image.Image, size: int, resize: str) -> np.ndarray:
@@ -132,13 +132,3 @@ def normalise(
     centre = torch.tensor(list(mean), dtype=exact, device=device).view(1, 3, 1, 1)
     spread = torch.tensor(list(std), dtype=exact, device=device).view(1, 3, 1, 1)
     return ((images - centre) / spread).to(dtype).contiguous()
-
-
-def _checksum(pixels: bytes) -> int:
-    return zlib.crc32(pixels) or 1  # 0 means empty
-
-
-def _write(handle: int, content: bytes, offset: int) -> None:
-    while content:
-        written = os.pwrite(handle, content, offset)
-        content, offset = content[written:], offset + written

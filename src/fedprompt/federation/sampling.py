@@ -29,13 +29,25 @@ def sample_cohort(
     """
     generator = stream(seed, round, SERVER, f"cohort.{attempt}" if attempt else "cohort")
     if poisson:
-        lots = torch.rand(len(clients), generator=generator, dtype=torch.float64).tolist()
-        return [client for client, lot in zip(clients, lots, strict=True) if lot < fraction and client not in away]
+        lots = torch.rand(len(clients), generator=generator, dtype=torch.float64)
+        drawn = (clients[place] for place in (lots < fraction).nonzero().flatten().tolist())
+        return [client for client in drawn if client not in away]
     count = cohort_size(fraction, len(clients))
-    drawn = torch.randperm(len(clients), generator=generator).tolist()
-    present = [place for place in range(len(drawn)) if clients[drawn[place]] not in away]
-    chosen = [place for place in present if place < count] or present[:1]
-    return sorted(clients[drawn[place]] for place in chosen)
+    order = torch.randperm(len(clients), generator=generator)
+    present = (clients[place] for place in order[:count].tolist())
+    chosen = [client for client in present if client not in away]
+    if chosen:
+        return sorted(chosen)
+    others = (clients[place] for place in order[count:].tolist())
+    return [client for client in others if client not in away][:1]
+
+
+def sample_tested(seed: int, clients: Sequence[int], count: int | None) -> Sequence[int]:
+    """The clients that stand for all in every evaluation of a run, in ascending order; all of them without a count."""
+    if count is None or count >= len(clients):
+        return clients
+    order = torch.randperm(len(clients), generator=stream(seed, 0, SERVER, "tested"))
+    return sorted(clients[place] for place in order[:count].tolist())
 
 
 def absences(settings: FederationConfig, client_names: Sequence[str], newcomers: Collection[int]) -> dict[int, range]:
@@ -79,9 +91,9 @@ def sample_attackers(attack: AttackConfig | None, seed: int, clients: Sequence[i
     """Who is malicious for the whole run. A larger fraction adds clients to those of a smaller one."""
     if attack is None:
         return frozenset()
-    order = torch.randperm(len(clients), generator=stream(seed, 0, SERVER, "attackers")).tolist()
+    order = torch.randperm(len(clients), generator=stream(seed, 0, SERVER, "attackers"))
     count = min(round_half_up(attack.fraction * len(clients)), len(clients) - 1)  # somebody is honest
-    return frozenset(clients[place] for place in order[:count])
+    return frozenset(clients[place] for place in order[:count].tolist())
 
 
 def cohort_size(fraction: float, clients: int) -> int:

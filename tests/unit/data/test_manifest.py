@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from fedprompt.config import DataConfig, PartitionConfig
-from fedprompt.data.manifest import Manifest
+from fedprompt.data.client_names import NumberedNames
+from fedprompt.data.manifest import ClientData, Clients, Manifest, stored_checksum
 from fedprompt.data.partition import make_manifest
 from fedprompt.data.pictures import draw_matrix
 from fedprompt.data.tiny import TinySource
@@ -125,6 +129,111 @@ def test_reading_names_what_is_not_a_manifest(change, message):
     with pytest.raises(DataError) as caught:
         edited(change)
     assert message in str(caught.value)
+
+
+SOURCE = TinySource()
+few_images = st.lists(st.integers(-1, 12).map(lambda index: 360 if index == 12 else index), max_size=4)
+
+
+def naive_fault(clients: list[ClientData]) -> str | None:
+    """What the rules say, client by client and image by image."""
+    for client in clients:
+        for part, held in (("train", client.train.tolist()), ("test", client.test.tolist())):
+            where = f"manifest.clients.{client.name}.{part} must hold"
+            outside = [index for index in held if not 0 <= index < 360]
+            twice = sorted(index for index in set(held) if held.count(index) > 1)
+            if not held:
+                return f"{where} at least one image, got []"
+            if outside:
+                return f"{where} indices in 0..359, got {outside[0]}"
+            if twice:
+                return f"{where} every image once, got {twice[0]}"
+    for client in clients:
+        for index in client.test.tolist():
+            holders = [other.name for other in clients if index in other.train]
+            if holders:
+                who = f"any client ({holders[0]!r} trains on it)"
+                return f"manifest.clients.{client.name}.test must hold no training image of {who}, got {index}"
+    return None
+
+
+@given(st.lists(st.tuples(few_images, few_images), min_size=1, max_size=4))
+def test_all_clients_at_once_are_checked_like_one_after_the_other(lists: list[tuple[list[int], list[int]]]):
+    clients = [
+        ClientData(f"client_{number}", np.array(train, dtype=np.int64), np.array(test, dtype=np.int64))
+        for number, (train, test) in enumerate(lists)
+    ]
+    manifest, fault = replace(tiny_manifest(), clients=Clients.of(clients)), naive_fault(clients)
+    if fault is None:
+        manifest.check(SOURCE)
+    else:
+        with pytest.raises(DataError) as caught:
+            manifest.check(SOURCE)
+        assert str(caught.value) == fault
+
+
+def renamed() -> Manifest:
+    """The tiny manifest with names of another kind."""
+    manifest = tiny_manifest()
+    return replace(manifest, clients=Clients.of(replace(each, name=f"ward {each.name}") for each in manifest.clients))
+
+
+@pytest.mark.parametrize("make", [tiny_manifest, renamed])
+def test_a_run_file_gives_the_manifest_back(make):
+    manifest = make()
+    facts = json.loads(json.dumps(manifest.to_facts()))
+    again = Manifest.from_facts(facts.get)
+    again.check(SOURCE)
+    assert again.to_json() == manifest.to_json()
+    assert stored_checksum(facts.get) == again.checksum == manifest.checksum
+    assert len(json.dumps(facts["manifest"])) < 1500
+
+
+def test_a_manifest_that_a_run_file_holds_as_json_is_the_same_one():
+    manifest = tiny_manifest()
+    raw = {**json.loads(manifest.to_json()), "checksum": "of an earlier version"}
+    facts = {"manifest": raw, "clients": [client.name for client in manifest.clients]}
+    assert stored_checksum(facts.get) == manifest.checksum
+    assert Manifest.from_facts(facts.get).to_json() == manifest.to_json()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clients": {"numbered": 5}}, r"index_lists\.train must hold 5 lists, got 4"),
+        ({"clients": 4}, "must be a list of names"),
+        ({"index_lists": {"train": "AAAA", "test": ""}}, "manifest: the clients of the run must be compressed text"),
+        ({"index_lists": {"train": 3}}, r"index_lists\.train must be a str, got 3"),
+        ({"manifest": {"format": "other"}}, r"manifest\.format must be"),
+        ({"manifest": None}, r"manifest\.format must be"),
+    ],
+)
+def test_facts_that_do_not_fit_together_are_an_error(change, message):
+    facts = {**tiny_manifest().to_facts(), **change}
+    with pytest.raises(DataError, match=message):
+        Manifest.from_facts(facts.get)
+
+
+def test_names_that_are_read_have_the_checksum_of_names_that_were_made():
+    manifest = tiny_manifest()
+    read = Manifest.from_json(manifest.to_json())
+    assert isinstance(read.clients.names, NumberedNames)
+    assert read.checksum == manifest.checksum != renamed().checksum
+
+
+def test_every_part_of_a_manifest_is_in_its_checksum():
+    manifest = tiny_manifest()
+    first, second, *others = manifest.clients
+    changed = [
+        [replace(first, train=first.train[1:]), second],
+        [replace(first, test=first.test[1:]), second],
+        [replace(first, name="x"), second],
+        [replace(first, train=first.train[:-1]), replace(second, train=np.append(first.train[-1], second.train))],
+        [second],
+    ]
+    made = [replace(manifest, clients=Clients.of([*each, *others])) for each in changed]
+    everything = [manifest, replace(manifest, scheme={}), *made]
+    assert len({each.checksum for each in everything}) == len(everything)
 
 
 def test_a_file_that_is_not_json_or_not_there_is_an_error(tmp_path: Path):

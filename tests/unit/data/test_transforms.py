@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +16,11 @@ from PIL import Image
 
 from fedprompt.data.tiny import TinySource
 from fedprompt.data.transforms import ImageStore, normalise, resized
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.unit
+
+SOON = 30  #: seconds after which a test gives up
 
 
 class CountingSource(TinySource):
@@ -133,6 +138,107 @@ def test_a_disk_that_fills_up_half_way_loses_nothing(cache, monkeypatch):
         found = store.pixels(np.array([2, 0, 3]))
     assert (found == expected([2, 0, 3], 8)).all()
     assert (store.pixels(np.array([1, 3])) == expected([1, 3], 8)).all()
+
+
+class SlowSource(CountingSource):
+    """Stops while it decodes one image, until it is told to go on."""
+
+    def __init__(self, slow: int) -> None:
+        super().__init__()
+        self._slow, self.begun, self.go = slow, threading.Event(), threading.Event()
+        self.readers = 0
+
+    def image(self, index: int) -> Image.Image:
+        self.readers += 1
+        assert self.readers == 1, "one image at a time is read"
+        if index == self._slow:
+            self.begun.set()
+            assert self.go.wait(SOON)
+        image = super().image(index)
+        self.readers -= 1
+        return image
+
+
+def in_background(store: ImageStore, indices: list[int]) -> threading.Thread:
+    thread = threading.Thread(target=store.decode_ahead, args=(np.array(indices),), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_what_was_decoded_ahead_is_not_decoded_again(cache):
+    source = CountingSource()
+    store = ImageStore(source, 8, "squash", cache)
+    store.decode_ahead(np.arange(40)[::-1])
+    assert sorted(source.decoded) == list(range(40))
+    assert store.known(np.arange(41)).tolist() == [True] * 40 + [False]
+    assert (store.pixels(np.array([39, 0])) == expected([39, 0], 8)).all()
+    assert len(source.decoded) == 40
+
+
+def test_who_needs_an_image_that_is_under_way_waits_for_it(cache):
+    source = SlowSource(3)
+    store = ImageStore(source, 8, "squash", cache)
+    thread = in_background(store, [3, *range(20, 100)])
+    assert source.begun.wait(SOON)
+    threading.Timer(0.2, source.go.set).start()
+    found = store.pixels(np.array([3, 5, 99]))
+    thread.join(SOON)
+    assert (found == expected([3, 5, 99], 8)).all()
+    assert sorted(source.decoded) == [3, 5, *range(20, 100)], "each once"
+
+
+INTERRUPTED = """
+import signal, sys, threading, time
+from pathlib import Path
+import numpy as np
+from fedprompt.data.tiny import TinySource
+from fedprompt.data.transforms import ImageStore
+
+class Stuck(TinySource):
+    def image(self, index):
+        begun.set()
+        time.sleep(600)
+
+begun = threading.Event()
+store = ImageStore(Stuck(), 8, "squash", Path(sys.argv[1]))
+threading.Thread(target=store.decode_ahead, args=(np.array([3]),), daemon=True).start()
+begun.wait()
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.alarm(1)
+store.pixels(np.array([3]))
+"""
+
+
+def test_who_waits_for_an_image_can_be_interrupted(cache):
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, cache], timeout=60, capture_output=True, check=False)
+    assert b"KeyboardInterrupt" in ended.stderr
+
+
+def test_an_image_that_cannot_be_decoded_ahead_is_told_to_whoever_asks_for_it(cache):
+    source = CountingSource()
+
+    def broken(index: int) -> Image.Image:
+        if index == 7:
+            raise DataError("image must be readable: 7")
+        return TinySource.image(source, index)
+
+    source.image = broken
+    store = ImageStore(source, 8, "squash", cache)
+    store.decode_ahead(np.arange(10))
+    assert (store.pixels(np.array([6, 8])) == expected([6, 8], 8)).all()
+    with pytest.raises(DataError, match="readable: 7"):
+        store.pixels(np.array([6, 7]))
+
+
+def test_images_are_decoded_ahead_into_memory_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    source = CountingSource()
+    with pytest.warns(UserWarning, match="decoded images stay in memory"):
+        store = ImageStore(source, 8, "squash", tmp_path / "file")
+    store.decode_ahead(np.array([3, 1]))
+    assert store.known(np.array([1, 2, 3])).tolist() == [True, False, True]
+    assert (store.pixels(np.array([3, 1])) == expected([3, 1], 8)).all()
+    assert source.decoded == [1, 3]
 
 
 def test_an_index_out_of_range_is_refused(cache):

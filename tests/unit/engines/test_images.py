@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,22 +14,29 @@ from torch import Tensor
 
 from fedprompt.backbones.vit import ViT
 from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines import images as module
-from fedprompt.engines.images import ImageBank, Images
+from fedprompt.engines.feature_rows import MEMORY
+from fedprompt.engines.images import CommonImages, ImageBank, Images
 from fedprompt.errors import ContractError
 
 pytestmark = pytest.mark.unit
 
 NAMES = ["cls", "cls:1", "cls:2", "cls:3", "patches", "block_inputs", "block_inputs:1", "block_inputs:2"]
 POSITIONS = torch.tensor([4, 0, 11, 4])
+NOWHERE = {"memory_gib": 0, "disk_gib": 0}
 
 
-def images_of(settings: Any, stem: int = 0) -> Images:
-    made = experiment(settings(backbone={"stem": stem}))
-    source, manifest, backbone, _ = made.prepare()
-    images = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.cache), backbone).images(1, "train")
-    images.cached.clear()  # features outlive their bank
-    return images
+@pytest.fixture(autouse=True)
+def _nothing_from_other_tests() -> None:
+    MEMORY.clear()
+
+
+def bank_of(settings: Any, stem: int = 0, backbone: str = "tiny", **changes: Any) -> ImageBank:
+    made = experiment(settings(backbone={"name": backbone, "stem": stem}, **changes))
+    return made.bank(*made.prepare()[:3])
+
+
+def images_of(settings: Any, stem: int = 0, **changes: Any) -> Images:
+    return bank_of(settings, stem, **changes).images(1, "train")
 
 
 def embedded(images: Images, positions: Tensor) -> Tensor:
@@ -50,54 +58,26 @@ def expected(name: str, backbone: ViT, tokens: Tensor) -> Tensor:
     return backbone.run(tokens, reads=(kind,))[kind]
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed again"])
-@pytest.mark.parametrize("name", NAMES)
-def test_features_are_what_their_name_says(
-    settings: Any, monkeypatch: pytest.MonkeyPatch, name: str, kept: bool
-) -> None:
-    if not kept:
-        monkeypatch.setattr(module, "KEPT_BYTES", 0)
-    images = images_of(settings)
-    found = images.features(name, POSITIONS)
-    wanted = expected(name, images.backbone, embedded(images, POSITIONS))
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    assert (name in images.cached) == kept
-    assert not found.requires_grad
-
-
+@pytest.mark.parametrize("engine", [{}, NOWHERE], ids=["kept", "computed again"])
 @pytest.mark.parametrize("stem", [0, 1])
-@pytest.mark.parametrize("name", ["cls", "cls:2", "patches", "block_inputs:2"])
-def test_keeping_features_changes_no_value(
-    settings: Any, monkeypatch: pytest.MonkeyPatch, name: str, stem: int
-) -> None:
-    images = images_of(settings, stem)
-    kept, tokens = images.features(name, POSITIONS), images.tokens(POSITIONS)
-    monkeypatch.setattr(module, "KEPT_BYTES", 0)
-    images.cached.clear()
-    torch.testing.assert_close(images.features(name, POSITIONS), kept, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(images.tokens(POSITIONS), tokens, atol=1e-6, rtol=1e-6)
-    assert not images.cached
+@pytest.mark.parametrize("name", NAMES)
+def test_features_are_what_their_name_says(settings: Any, name: str, stem: int, engine: Any) -> None:
+    if stem and name == "cls:3":
+        pytest.skip("there are two blocks behind the stem")
+    images = images_of(settings, stem, engine=engine)
+    for _ in range(2):
+        found = images.features(name, POSITIONS)
+        wanted = expected(name, images.backbone, embedded(images, POSITIONS))
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        assert not found.requires_grad
 
 
-def test_what_is_kept_is_decided_by_the_size_for_all_clients(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = images_of(settings)
-    size = 32 * 4 * images.everybodys  # of "cls"
-    assert images.everybodys > 2 * len(images)
-    monkeypatch.setattr(module, "KEPT_BYTES", size)
-    images.features("cls", POSITIONS)
-    images.features("patches", POSITIONS)
-    assert set(images.cached) == {"cls"}
-    images.cached.clear()
-    monkeypatch.setattr(module, "KEPT_BYTES", size - 1)
-    images.features("cls", POSITIONS)
-    assert not images.cached
-
-
-def test_features_that_are_kept_are_computed_once(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = images_of(settings)
-    first = images.features("cls:2", POSITIONS)
-    monkeypatch.setattr(ViT, "embed", None)
-    assert torch.equal(images.features("cls:2", POSITIONS), first)
+@pytest.mark.parametrize("engine", [{}, NOWHERE], ids=["kept", "computed again"])
+@pytest.mark.parametrize("name", ["image", "image_patches", "cls", "patches"])
+def test_features_of_a_dual_encoder_are_what_their_name_says(settings: Any, name: str, engine: Any) -> None:
+    images = images_of(settings, engine=engine, backbone="tiny-clip")
+    wanted = images.backbone.run(embedded(images, POSITIONS), reads=(name,))[name]
+    torch.testing.assert_close(images.features(name, POSITIONS), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +101,65 @@ def test_blocks_of_features_are_counted_behind_the_stem(settings: Any) -> None:
         behind.features("cls:3", POSITIONS)
 
 
+@pytest.mark.parametrize("engine", [{}, NOWHERE], ids=["kept", "computed again"])
 @pytest.mark.parametrize("stem", [0, 1])
-def test_tokens_are_the_embedded_images(settings: Any, stem: int) -> None:
-    images = images_of(settings, stem)
-    torch.testing.assert_close(images.tokens(POSITIONS), embedded(images, POSITIONS), atol=1e-6, rtol=1e-6)
-    assert bool(images.cached) == bool(stem), "only what a stem computed is worth keeping"
+def test_tokens_are_the_inputs_of_a_block(settings: Any, stem: int, engine: Any) -> None:
+    images = images_of(settings, stem, engine=engine)
+    inputs = images.backbone.block_inputs(embedded(images, POSITIONS))
+    torch.testing.assert_close(images.tokens(POSITIONS), inputs[0], atol=1e-6, rtol=1e-6)
+    for start, wanted in enumerate(inputs):
+        torch.testing.assert_close(images.tokens(POSITIONS, start), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("start", [-1, 3])
+def test_tokens_of_no_block_are_refused(settings: Any, start: int) -> None:
+    with pytest.raises(ContractError, match=rf"start must be in 0\.\.2, got {start}"):
+        images_of(settings).tokens(POSITIONS, start)
+
+
+def test_no_images_have_no_features(settings: Any) -> None:
+    for engine in ({}, {"memory_gib": 0}, NOWHERE):
+        images = images_of(settings, engine=engine)
+        nothing = torch.tensor([], dtype=torch.long)
+        assert images.features("patches", nothing).shape == (0, 16, 32)
+        assert images.tokens(nothing).shape == (0, 17, 32)
+
+
+def test_the_bank_gives_the_images_of_all_clients_by_their_numbers(settings: Any) -> None:
+    bank = bank_of(settings)
+    first, second = bank.images(0, "train"), bank.images(3, "test")
+    mixed = torch.from_numpy(np.concatenate([second.indices[[2, 0, 2]], first.indices[[5]]]))
+    for name in ("cls", "block_inputs:2"):
+        wanted = [second.features(name, torch.tensor([2, 0, 2])), first.features(name, torch.tensor([5]))]
+        assert torch.equal(bank.features(name, mixed), torch.cat(wanted))
+    wanted = [second.tokens(torch.tensor([2, 0, 2]), 1), first.tokens(torch.tensor([5]), 1)]
+    assert torch.equal(bank.tokens(mixed, 1), torch.cat(wanted))
+
+
+def test_every_client_has_its_own_labels_and_domains(settings: Any) -> None:
+    made = experiment(settings())
+    source, manifest, backbone, _ = made.prepare()
+    bank = made.bank(source, manifest, backbone)
+    for number, client in enumerate(manifest.clients):
+        for part, indices in (("train", client.train), ("test", client.test)):
+            images = bank.images(number, part)
+            assert images.indices.tolist() == indices.tolist()
+            assert images.labels.tolist() == source.labels[indices].tolist()
+            assert images.domains.tolist() == source.domains[indices].tolist()
+            assert len(images) == bank.sizes(part)[number] == len(indices)
+    assert bank.backbone is backbone
+
+
+def test_common_images_are_the_same_for_every_client(settings: Any) -> None:
+    made = experiment(settings())
+    source, _, backbone, _ = made.prepare()
+    indices = np.array([300, 2, 77])
+    store = ImageStore(source, 16, "squash", made.cache)
+    bank = CommonImages.of(source, indices, store, backbone, made.config.engine)
+    for client in (0, 5):
+        images = bank.images(client, "test")
+        assert images.indices.tolist() == indices.tolist()
+        assert torch.equal(images.features("cls", torch.arange(3)), bank.features("cls", torch.from_numpy(indices)))
 
 
 # parts of a client's images
@@ -136,13 +170,9 @@ def order_of(images: Images, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("stem", [0, 1])
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed again"])
-def test_a_part_sees_the_images_of_its_positions(
-    settings: Any, monkeypatch: pytest.MonkeyPatch, kept: bool, stem: int
-) -> None:
-    if not kept:
-        monkeypatch.setattr(module, "KEPT_BYTES", 0)
-    images = images_of(settings, stem)
+@pytest.mark.parametrize("engine", [{}, NOWHERE], ids=["kept", "computed again"])
+def test_a_part_sees_the_images_of_its_positions(settings: Any, engine: Any, stem: int) -> None:
+    images = images_of(settings, stem, engine=engine)
     order = order_of(images)
     part = images.part(0.25, 0.75, order)
     chosen = order[len(images) // 4 : 3 * len(images) // 4]
@@ -151,11 +181,17 @@ def test_a_part_sees_the_images_of_its_positions(
     assert (part.indices == images.indices[chosen.numpy()]).all()
     assert (part.domains == images.domains[chosen.numpy()]).all()
     positions = torch.tensor([3, 0, 5])
-    torch.testing.assert_close(part.tokens(positions), embedded(images, chosen[positions]), atol=1e-6, rtol=1e-6)
+    assert torch.equal(part.tokens(positions), images.tokens(chosen[positions]))
     for name in ("cls", "block_inputs:2"):
-        found = part.features(name, positions)
-        torch.testing.assert_close(found, images.features(name, chosen[positions]), atol=1e-6, rtol=1e-6)
-        assert not part.cached, "features are kept once, for the whole"
+        assert torch.equal(part.features(name, positions), images.features(name, chosen[positions]))
+
+
+def test_labels_can_be_replaced_and_survive_a_part(settings: Any) -> None:
+    images = images_of(settings)
+    flipped = replace(images, labels=4 - images.labels)
+    order = order_of(images)
+    assert torch.equal(flipped.part(0.0, 0.5, order).labels, 4 - images.labels[order[: len(images) // 2]])
+    assert torch.equal(flipped.features("cls", POSITIONS), images.features("cls", POSITIONS))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 20])
