@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # one single-threaded worker per core: many small tests, no shared state
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: setup assets demo test test-all lint format clean
+.PHONY: setup assets demo bench test test-all lint format clean
 
 setup: $(INSTALLED)
 
@@ -23,6 +23,10 @@ demo: $(INSTALLED)  ## six methods on the embedded default; stop it and run it a
 	$(BIN)/fedprompt assets digits
 	$(BIN)/fedprompt run configs/demo.yaml --resume
 	$(BIN)/fedprompt report runs/demo-* --output runs/report-demo
+
+bench: $(INSTALLED)  ## every speed figure as a ratio, in minutes; the peers get environments of their own the first time
+	-$(BIN)/fedprompt assets all
+	$(BIN)/python benchmarks/speed/bench.py
 
 test: lint  ## all but the slow tests; those that need assets are skipped where no registry can be reached
 	-$(BIN)/fedprompt assets all

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from fedprompt.engines.inprocess import InProcess
 from fedprompt.experiment import Experiment
 from fedprompt.federation import wire
+from fedprompt.federation.pool import StoredRows
 from fedprompt.federation.rounds import Observer
 from fedprompt.method import Method
 from fedprompt.roles import Tensors
@@ -49,6 +51,8 @@ def content(run: Run) -> str:
         "SELECT * FROM evaluations ORDER BY round, client",
         "SELECT * FROM client_states ORDER BY client",
         "SELECT * FROM server_state",
+        "SELECT * FROM pool ORDER BY client",
+        "SELECT * FROM pool_cells",
         "SELECT * FROM events ORDER BY rowid",
     ):
         for row in connection.execute(query):
@@ -67,6 +71,12 @@ def server_tensors(run: Run) -> Tensors:
     state = run.reader.server_state()
     assert state is not None
     return wire.decode(state[2])
+
+
+def pool_tensors(run: Run) -> dict[int, Tensor]:
+    """The rows of the pool by client."""
+    rows = StoredRows(run.reader)
+    return rows.chosen(rows.clients().tolist())
 
 
 def local_tensors(run: Run, client: int) -> Tensors:

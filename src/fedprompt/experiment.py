@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,19 +14,21 @@ from typing import Any
 import torch
 
 from fedprompt import config as configuration
-from fedprompt import registry
+from fedprompt import config_files, registry
 from fedprompt.assets import cache_directory
 from fedprompt.backbones.dual import DualEncoder
+from fedprompt.backbones.kept import identity
 from fedprompt.backbones.load import load_backbone
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import Config
-from fedprompt.data.manifest import Manifest
+from fedprompt.data.manifest import Manifest, stored_checksum
 from fedprompt.data.partition import make_manifest
 from fedprompt.data.sources import Source, open_both
 from fedprompt.data.transforms import ImageStore
 from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
 from fedprompt.engines.inprocess import InProcess
+from fedprompt.engines.workers import Crew, Workers
 from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.evaluation.base_to_novel import BaseToNovel, remember, require_names
 from fedprompt.evaluation.label_check import check_labels, warning
@@ -57,9 +60,11 @@ class Experiment:
     @classmethod
     def from_file(cls, path: str | Path, overrides: Iterable[str] = ()) -> Experiment:
         """The one experiment a YAML file describes; a file with a `sweep` holds several and is for `fedprompt run`."""
-        configs = configuration.load(path, overrides)
+        configs = config_files.load(path, overrides)
         if len(configs) != 1:
-            raise RunError(f"{str(path)!r} must describe one experiment, got {len(configs)}; use fedprompt.config.load")
+            raise RunError(
+                f"{str(path)!r} must describe one experiment, got {len(configs)}; use fedprompt.config_files.load"
+            )
         return cls(configs[0])
 
     def run(self, resume: bool = False, observer: Observer | None = None) -> Run:
@@ -68,20 +73,25 @@ class Experiment:
         self._refuse_another_run(resume)
         if config.output.threads:
             torch.set_num_threads(config.output.threads)
+        with self._crew() as crew:  # started first: they import while this process prepares
+            self._run(crew, observer or Observer())
+        return Run(config.run_directory)
+
+    def _run(self, crew: Crew | None, observer: Observer) -> None:
         source, manifest, backbone, world = self.prepare()
-        frozen = backbone.digest()
+        frozen = identity(backbone)
         bank = self.bank(source, manifest, backbone)
         store = self._open_store(source, manifest, frozen, world, bank)
-        observer = observer or Observer()
         try:
             runtime = self.client_runtime(source, world, bank, ClientStates(store.client_state))
             afterwards = self._novel_test(runtime, source, manifest, backbone, store, observer)
-            engine = self._engine(runtime)
-            Federation(config, world, self.method, engine, store, observer, runtime.terms, afterwards).run()
+            engine = self._engine(runtime, crew, [frozen, manifest.checksum])
+            Federation(self.config, world, self.method, engine, store, observer, runtime.terms, afterwards).run()
             backbone.assert_frozen(frozen)
+            if crew is not None:
+                crew.assert_frozen()
         finally:
             store.close()
-        return Run(config.run_directory)
 
     def prepare(self) -> tuple[Source, Manifest, ViT, World]:
         """Data, partition, backbone and the world a method sees, with its roles declared."""
@@ -89,8 +99,10 @@ class Experiment:
         source, novel = open_both(config.data, self.cache)
         manifest = make_manifest(source, config.data, config.partition, config.seed)
         backbone = load_backbone(config.backbone, self.cache)
+        if config.engine.compile:
+            backbone = backbone.compiled()
         shape = backbone.shape
-        names = tuple(client.name for client in manifest.clients)
+        names = manifest.clients.names
         world = World(
             shape.width,
             backbone.depth,
@@ -116,7 +128,7 @@ class Experiment:
     def bank(self, source: Source, manifest: Manifest, backbone: ViT) -> ImageBank:
         """Every client's images as the backbone wants them."""
         pixels = ImageStore(source, backbone.shape.image_size, self.config.data.resize, self.cache)
-        return ImageBank(source, manifest, pixels, backbone)
+        return ImageBank(source, manifest, pixels, backbone, self.config.engine)
 
     def client_runtime(self, source: Source, world: World, bank: ImageBank, states: ClientStates) -> ClientRuntime:
         """The clients' side of this experiment, on the terms of privacy it asks for."""
@@ -134,9 +146,18 @@ class Experiment:
         away = away_by_round(self.config.federation, world.client_names, world.newcomers)
         return terms, terms.plans(self.config, bool(world.roles.statistics("start")), away)
 
-    def _engine(self, runtime: ClientRuntime) -> Engine:
+    def _crew(self) -> AbstractContextManager[Crew | None]:
+        """The processes that share the work, where some are asked for; they build the method from the config."""
+        size = self.config.engine.workers
+        if not size:
+            return nullcontext()
+        if self.method != registry.build(self.config.method, self.config.variant):
+            raise ConfigError(broken("engine.workers", "be 0 for a method that is not the config's own", size))
+        return Crew(size)
+
+    def _engine(self, runtime: ClientRuntime, crew: Crew | None, ground: list[str]) -> Engine:
         """Where clients run; behind a secure sum, where one is asked for."""
-        engine = InProcess(runtime)
+        engine = InProcess(runtime) if crew is None else Workers(runtime, crew, ground)
         if not self.config.federation.secure_sum:
             return engine
         from fedprompt.engines.secure import SecureCohort
@@ -195,17 +216,16 @@ class Experiment:
 
     def _open_store(self, source: Source, manifest: Manifest, frozen: str, world: World, bank: ImageBank) -> RunStore:
         """The run file of this experiment: a new one, or the one that is there if it rests on the same data and weights."""
-        directory = self.config.run_directory
-        facts = {
-            "config": self.config.model_dump(mode="json"),
-            "backbone": frozen,
-            "manifest": json.loads(manifest.to_json()),
-            "clients": [client.name for client in manifest.clients],
-            "classes": list(source.class_names),
-            "domains": list(source.domain_names),
-            "versions": _versions(),
-        }
+        directory, versions = self.config.run_directory, _versions()
         if not (directory / FILE).exists():
+            facts = {
+                "config": self.config.model_dump(mode="json"),
+                "backbone": frozen,
+                **manifest.to_facts(),
+                "classes": list(source.class_names),
+                "domains": list(source.domain_names),
+                "versions": versions,
+            }
             return self._create_store(facts, world, bank)
         store = RunStore(directory)
         try:
@@ -214,8 +234,8 @@ class Experiment:
         except RunError:
             store.close()
             raise
-        if store.fact("versions") != facts["versions"]:
-            store.note(len(store.rounds()), None, "resumed", f"with other versions: {json.dumps(facts['versions'])}")
+        if store.fact("versions") != versions:
+            store.note(len(store.rounds()), None, "resumed", f"with other versions: {json.dumps(versions)}")
         return store
 
     def _create_store(self, facts: dict[str, Any], world: World, bank: ImageBank) -> RunStore:
@@ -230,9 +250,12 @@ class Experiment:
 
 def require_same_ground(stored: RunReader, frozen: str, manifest: Manifest, verb: str, advice: str = "") -> None:
     """Raise unless a run rests on this backbone, known by its digest, and on this partition."""
-    now = {"backbone": frozen, "manifest": json.loads(manifest.to_json())}
-    for fact, what in (("backbone", "weights of the backbone"), ("manifest", "partition of the data")):
-        if stored.fact(fact) != now[fact]:
+    same = {
+        "weights of the backbone": stored.fact("backbone") == frozen,
+        "partition of the data": stored_checksum(stored.fact) == manifest.checksum,
+    }
+    for what, holds in same.items():
+        if not holds:
             raise RunError(
                 f"run {str(stored.directory)!r} cannot be {verb}: the {what} are not the ones it was started with{advice}"
             )

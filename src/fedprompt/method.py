@@ -30,15 +30,17 @@ stacked parameters (`torch.func.vmap`), and the backbone between them only ever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.errors import ConfigError, broken
+from fedprompt.pool import Pool
 from fedprompt.prompts import heads
 from fedprompt.prompts.contexts import Language, TextContext
 from fedprompt.prompts.insertion import VisionPrompt
@@ -57,7 +59,7 @@ class World:
     tokens: int  #: T, of an un-prompted image, CLS included
     patch: int  #: side of a patch in pixels
     class_names: tuple[str, ...]
-    client_names: tuple[str, ...]
+    client_names: Sequence[str]
     newcomers: frozenset[int] = frozenset()  #: clients held out: they never train, and only they are evaluated
     roles: Roles = field(default_factory=Roles)  #: as declared by `init`; empty while `init` runs
     language: Language | None = None  #: the text tower of a dual encoder
@@ -72,10 +74,10 @@ class World:
     def clients(self) -> int:
         return len(self.client_names)
 
-    @property
-    def participants(self) -> list[int]:
+    @cached_property
+    def participants(self) -> Sequence[int]:
         """The clients that take part in training: all that are not held out."""
-        return [client for client in range(self.clients) if client not in self.newcomers]
+        return without(range(self.clients), self.newcomers)
 
     @property
     def text(self) -> Language:
@@ -183,11 +185,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Server:
-    """Everything the server holds. `own` may gain tensors over time (a pool of prompts)."""
+    """Everything the server holds. `own` may gain tensors over time; `pool` has a row for each client that sent one."""
 
     shared: Tensors
     own: Tensors
     round: int = 0
+    pool: Pool = field(default_factory=Pool)
+
+    def asked_by(self, clients: Sequence[int]) -> Server:
+        """The same server, knowing who is about to download: one pass over the pool then serves many clients."""
+        return replace(self, pool=self.pool.asked_by(clients))
 
 
 @dataclass(frozen=True)
@@ -303,7 +310,7 @@ class Method:
         raise NotImplementedError(f"{type(self).__name__}.logits")
 
     def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
-        return batch.mean(F.cross_entropy(logits, batch.labels, reduction="none"))
+        return batch.mean(cross_entropy(logits, batch.labels))
 
     def after_step(self, world: World, params: Tensors, before: Tensors, step: int) -> Tensors:
         """Trainables after step number `step` of the stage, given all parameters before it; default: as the optimiser left them."""
@@ -317,7 +324,7 @@ class Method:
 
     def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
         tensors = [pick(upload.tensors, server.shared) for upload in uploads]
-        return Server(combine(tensors, [upload.weight for upload in uploads], server.shared), server.own, server.round)
+        return replace(server, shared=combine(tensors, [upload.weight for upload in uploads], server.shared))
 
     def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         return ()
@@ -334,6 +341,16 @@ class Method:
     def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
         """Numbers about one evaluated batch that tell how the method works, such as where its attention goes; the engine averages them."""
         return {}
+
+
+def without(clients: Sequence[int], some: Collection[int]) -> Sequence[int]:
+    """The clients that are none of some, in a few bytes each."""
+    return array("q", (client for client in clients if client not in some)) if some else clients
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """One number per image (B,). Torch's own is the same but takes a slow way round when it is mapped over clients."""
+    return -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def probabilities(logits: Tensor) -> Tensor:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedprompt import config as configuration
 from fedprompt.config import Config
-from fedprompt.errors import ConfigError, RunError
+from fedprompt.data import client_names
+from fedprompt.errors import ConfigError, DataError, RunError
 from fedprompt.evaluation.metrics import conclude, is_result, is_summary
 from fedprompt.federation.store import PRIVACY, REFUSED, RoundRecord, RunReader
+
+if TYPE_CHECKING:
+    from fedprompt.data.manifest import Manifest
 
 
 class Run:
@@ -32,9 +37,22 @@ class Run:
     def name(self) -> str:
         return self.directory.name
 
-    @property
-    def clients(self) -> list[str]:
-        return list(self._fact("clients"))
+    @cached_property
+    def clients(self) -> Sequence[str]:
+        """Names of all clients; a client's number is its place here."""
+        try:
+            return client_names.from_fact(self._fact("clients"))
+        except ValueError as error:
+            raise self._damaged("fact 'clients'") from error
+
+    def manifest(self) -> Manifest:
+        """Who held which images, to look at or to give to another run."""
+        from fedprompt.data.manifest import Manifest  # numpy only where it is wanted
+
+        try:
+            return Manifest.from_facts(self.reader.fact)
+        except DataError as error:
+            raise self._damaged("manifest") from error
 
     def rounds(self) -> list[RoundRecord]:
         """Finished rounds; round 0 is the state before any training."""

@@ -23,7 +23,7 @@ def case(request: pytest.FixtureRequest) -> str:
 
 
 def test_a_cohort_as_one_batch_equals_one_client_at_a_time(case: str, settings: Any) -> None:
-    """Ragged clients, two epochs, momentum, weight decay, a schedule, clipping, noise: all tensors and all figures to 1e-5."""
+    """Ragged clients, two epochs, momentum, weight decay, schedules of their own, clipping, noise: all tensors and all figures to 1e-5."""
     method = CASES[case]
     shared = {
         "partition": {"scheme": "dirichlet", "alpha": 1.0, "clients": 5, "min_train": 3},
@@ -33,7 +33,7 @@ def test_a_cohort_as_one_batch_equals_one_client_at_a_time(case: str, settings: 
             "epochs": 2,
             "momentum": 0.0 if case in PLAIN_STEPS else 0.9,
             "weight_decay": 0.0 if case in PLAIN_STEPS else 1e-3,
-            "schedule": "cosine",
+            "schedule": "local_cosine",
             "clip_norm": None if case in PLAIN_STEPS else 5.0,
         },
         "federation": {"rounds": 2, "evaluation_batch": 5},

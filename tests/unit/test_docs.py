@@ -13,7 +13,7 @@ import pytest
 import yaml
 from support import offer_method
 
-from fedprompt import config, errors, registry
+from fedprompt import config_files, errors, registry
 from fedprompt.assets import cache_directory
 from fedprompt.backbones.tiny import TINY_CLIP_SHAPE, random_vit, tiny_clip
 from fedprompt.data import embedded
@@ -81,7 +81,7 @@ PAPERS = [path for path in CONFIGS if "papers" in path.parts]
 
 @pytest.mark.parametrize(("path", "overrides"), LAUNCHES)
 def test_every_config_in_the_project_is_valid_and_says_how_to_launch_it(path: Path, overrides: list[str]) -> None:
-    for each in config.load(path, overrides):
+    for each in config_files.load(path, overrides):
         registry.build(each.method, each.variant)
     header = path.read_text().split("\n\n")[0]
     assert " ".join(["fedprompt run", str(path.relative_to(ROOT)), *overrides]) in header
@@ -89,7 +89,7 @@ def test_every_config_in_the_project_is_valid_and_says_how_to_launch_it(path: Pa
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
 def test_a_paper_has_a_small_scale_that_needs_only_a_package_registry(path: Path) -> None:
-    for each in config.load(path, ["scale=small"]):
+    for each in config_files.load(path, ["scale=small"]):
         dual = registry.build(each.method, each.variant).uses_text
         assert (each.data.source, each.backbone.name) == ("embedded", "mini" if dual else "dinov2-small")
 
@@ -99,7 +99,7 @@ def test_a_paper_has_a_small_scale_that_needs_only_a_package_registry(path: Path
 def test_the_embedded_set_can_be_divided_as_the_small_scale_of_a_paper_says(path: Path) -> None:
     if not embedded.path(cache_directory()).is_file():
         pytest.skip("the embedded set is not in the cache: run `make assets`")
-    for each in config.load(path, ["scale=small"]):
+    for each in config_files.load(path, ["scale=small"]):
         source = open_source(each.data, cache_directory())
         manifest = make_manifest(source, each.data, each.partition, each.seed)
         assert len(manifest.clients) == each.partition.clients
@@ -121,7 +121,7 @@ def test_the_embedded_set_can_be_divided_as_the_small_scale_of_a_paper_says(path
 def test_the_configs_of_pfedbayespt_hold_the_settings_of_the_paper(
     name: str, axis: str, values: set[int], runs: int
 ) -> None:
-    made = config.load(ROOT / "configs/papers/pfedbayespt" / f"{name}.yaml")
+    made = config_files.load(ROOT / "configs/papers/pfedbayespt" / f"{name}.yaml")
     assert len(made) == runs
     assert {getattr(each.partition, axis) for each in made} == values
     for each in made:
@@ -149,7 +149,7 @@ COMMANDS = re.findall(r"^fedprompt run (.*)$", METHODS_PAGE, re.MULTILINE)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_methods_page_describes_one_run_that_its_method_accepts(command: str) -> None:
     path, *overrides = shlex.split(command)
-    (made,) = config.load(ROOT / path, overrides)
+    (made,) = config_files.load(ROOT / path, overrides)
     digits = tuple("0123456789")
     language = tiny_clip(random_vit(TINY_CLIP_SHAPE)).language(digits)
     world = World(384, 12, 17, 14, digits, tuple("abcdef"), language=language)  # as in the demo

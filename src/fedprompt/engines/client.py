@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.config import Config
+from fedprompt.engines.folding import FoldSize
 from fedprompt.engines.images import ImageBank, Images
 from fedprompt.engines.local_training import LocalTraining, Trained, Trainee
 from fedprompt.engines.step import look, make_batch, step_loss
@@ -51,8 +52,9 @@ class ClientRuntime:
         self.config, self.world, self.method = config, world, method
         self.bank, self.states, self.domain_names = bank, states, tuple(domain_names)
         self.terms = terms  #: of differential privacy, where it is asked for
-        self.training = LocalTraining(config, world, bank, self._noise)
-        self.testing = Testing(config, world, method, bank, self._noise)
+        self.fold_size = FoldSize(world, config.engine.cohort)
+        self.training = LocalTraining(config, world, bank, self._noise, self.fold_size)
+        self.testing = Testing(config, world, method, bank, self._noise, self.fold_size)
 
     @cached_property
     def attackers(self) -> frozenset[int]:
@@ -139,9 +141,8 @@ class ClientRuntime:
         return replace(reply, upload=upload, samples=1, loss=None)
 
     def cohort_size(self) -> int:
-        """How many clients work as one batch."""
-        asked = self.config.engine.cohort
-        return 8 if asked == "auto" else asked
+        """How many clients work at the same time."""
+        return self.fold_size.most
 
     def steps(self, client: int) -> int:
         """How many steps a participation of the client takes."""
@@ -315,7 +316,7 @@ class ClientRuntime:
         )
 
     def _local(self, client: int, who: Client) -> Tensors:
-        kept = self.states.get(client)
+        kept = self.states.get(client) if self.world.roles.local else {}
         if kept is None:
             return self._new(who)
         return self._placed(wire.require_names(kept, self.world.roles.local, f"stored state of client {who.name!r}"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from fedprompt.engines.step import changes_images, first_block, inserted, speak
 from fedprompt.method import Batch, Method, Prompts, Seen, World
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Tensors
+
+ENOUGH_ROWS = 2048  #: tokens in one pass of the frozen backbone
+MOST_CLIENTS = 64  #: that work at the same time, however small they are
+NAME_TOKENS = 6  #: of a class name with what frames it, about
 
 
 class NotFoldable(Exception):
@@ -85,14 +89,47 @@ class Folded:
     noise: Tensors  # (N, ...)
     training: bool = True
 
-    def inputs(self) -> tuple[Tensor, Tensors, Tensor, Tensors]:
-        """What is mapped over the clients. All weights are 1 where nothing is filled up."""
-        weights = self.labels.new_zeros(len(self.labels)) if self.weights is None else self.weights
-        return self.labels, self.features, weights, self.noise
+    @classmethod
+    def of(
+        cls,
+        world: World,
+        bank: ImageBank,
+        method: Method,
+        indices: Tensor,
+        labels: Tensor,
+        sizes: Sequence[int],
+        noise: Tensors,
+        training: bool,
+    ) -> Folded:
+        """A batch with the features the method needs, of which `sizes` images of each client count."""
+        width = indices.shape[1]
+        found = {name: bank.features(name, indices.flatten()).unflatten(0, indices.shape) for name in method.needs}
+        weights = None
+        if min(sizes) < width:
+            weights = (torch.arange(width) < torch.tensor(sizes)[:, None]).to(world.device, world.dtype)
+        return cls(indices, labels, found, weights, noise, training)
 
-    def batch(self, labels: Tensor, features: Tensors, weights: Tensor) -> Batch:
+    @property
+    def images(self) -> Tensors:
+        """What is said of every image, to be mapped over the clients."""
+        return {"labels": self.labels} if self.weights is None else {"labels": self.labels, "weights": self.weights}
+
+    def batch(self, images: Tensors, features: Tensors) -> Batch:
         """One client's part, inside a mapped function."""
-        return Batch(labels, features, None if self.weights is None else weights, self.training)
+        return Batch(images["labels"], features, images.get("weights"), self.training)
+
+
+def over_clients(function: Callable[..., Any], *groups: Tensors) -> Any:
+    """`torch.func.vmap` of a function of dictionaries. They are handed over flat, because walking through nested ones costs
+    more than the arithmetic of a small step.
+    """
+    names = [tuple(group) for group in groups]
+
+    def flat(*tensors: Tensor) -> Any:
+        left = iter(tensors)
+        return function(*({name: next(left) for name in each} for each in names))
+
+    return torch.func.vmap(flat)(*(tensor for group in groups for tensor in group.values()))
 
 
 def look_together(step: Method, world: World, params: Together, bank: ImageBank, folded: Folded) -> Seen:
@@ -150,13 +187,14 @@ def _read_out(
     }
 
     def answer(
-        own: Tensors, rows: Tensors, text: Tensors, extra: Tensors, labels: Tensor, features: Tensors, weights: Tensor,
-        noise: Tensors,
-    ) -> Tensor:  # fmt: skip
-        batch = folded.batch(labels, features, weights)
+        own: Tensors, rows: Tensors, text: Tensors, extra: Tensors, images: Tensors, features: Tensors, noise: Tensors
+    ) -> Tensor:
+        batch = folded.batch(images, features)
         return read({**params.common, **own}, Seen(**rows, text=text, extra=extra), batch, noise)
 
-    return torch.func.vmap(answer)(params.stacked, rows, seen.text, seen.extra, *folded.inputs())
+    groups = (params.stacked, rows, seen.text, seen.extra, folded.images, folded.features, folded.noise)
+    found: Tensor = over_clients(answer, *groups)
+    return found
 
 
 def _asked(
@@ -168,17 +206,17 @@ def _asked(
     plans: list[Prompts] = []
 
     def ask(
-        own: Tensors, labels: Tensor, features: Tensors, weights: Tensor, noise: Tensors
+        own: Tensors, images: Tensors, features: Tensors, noise: Tensors
     ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
-        batch = folded.batch(labels, features, weights)
+        batch = folded.batch(images, features)
         given = step.prompts(world, {**params.common, **own}, batch, noise)
         plans.append(given)
         contexts = {name: context.tokens for name, context in given.text.items()}
         if given.weights:
             raise NotFoldable
-        return _per_row(inserted(given.vision), given.repeat * len(labels)), contexts, given.extra
+        return _per_row(inserted(given.vision), given.repeat * len(batch.labels)), contexts, given.extra
 
-    slots, contexts, extra = torch.func.vmap(ask)(params.stacked, *folded.inputs())
+    slots, contexts, extra = over_clients(ask, params.stacked, folded.images, folded.features, folded.noise)
     return plans[0], slots, contexts, dict(extra)
 
 
@@ -188,15 +226,15 @@ def _asked_later(
     plans: list[Prompts] = []
 
     def ask(
-        own: Tensors, cls: Tensor, labels: Tensor, features: Tensors, weights: Tensor, noise: Tensors
+        own: Tensors, rows: Tensors, images: Tensors, features: Tensors, noise: Tensors
     ) -> tuple[tuple[Tensor, ...], Tensors]:
-        batch = folded.batch(labels, features, weights)
-        given = step.later(world, {**params.common, **own}, cls, batch, noise)
+        batch = folded.batch(images, features)
+        given = step.later(world, {**params.common, **own}, rows["cls"], batch, noise)
         plans.append(given)
-        return _per_row(inserted(given.vision), repeat * len(labels)), given.extra
+        return _per_row(inserted(given.vision), repeat * len(batch.labels)), given.extra
 
-    rows = cls.unflatten(0, (len(folded.labels), -1))
-    joining, extra = torch.func.vmap(ask)(params.stacked, rows, *folded.inputs())
+    rows = {"cls": cls.unflatten(0, (len(folded.labels), -1))}
+    joining, extra = over_clients(ask, params.stacked, rows, folded.images, folded.features, folded.noise)
     return joining, extra, inserted(plans[0].vision)
 
 
@@ -209,6 +247,44 @@ def _per_row(slots: Sequence[VisionPrompt], rows: int) -> tuple[Tensor, ...]:
 
 def _folded(tokens: Sequence[Tensor], slots: Sequence[VisionPrompt]) -> list[VisionPrompt]:
     return [replace(slot, tokens=each.flatten(0, 1)) for each, slot in zip(tokens, slots, strict=True)]
+
+
+class FoldSize:
+    """How many clients make one good batch of the frozen backbone. Only sizes decide, so the bits of a run do not depend on the machine.
+
+    Folding pays as long as a batch is too small to keep the matrix products busy; beyond `ENOUGH_ROWS` tokens it only costs memory.
+    """
+
+    def __init__(self, world: World, asked: int | Literal["auto"]) -> None:
+        self._world, self._asked = world, asked
+        self._known: list[tuple[Method, int, int]] = []
+
+    @property
+    def most(self) -> int:
+        """Clients whose parameters are held at the same time."""
+        return MOST_CLIENTS if self._asked == "auto" else self._asked
+
+    def of(self, step: Method, params: Tensors, image: Batch, images: int) -> int:
+        """For batches of so many images, given one client's parameters and one of its images."""
+        if self._asked != "auto":
+            return self._asked
+        per_image, per_client = self._rows(step, params, image)
+        return max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, per_image * images + per_client)))
+
+    def _rows(self, step: Method, params: Tensors, image: Batch) -> tuple[int, int]:
+        """Tokens that go through the backbone for every image, and for every client on top of that."""
+        for known, per_image, per_client in self._known:
+            if known == step:
+                return per_image, per_client
+        world = self._world
+        noise = world.placed(step.noise(world, 1, image.training, torch.Generator().manual_seed(0)))
+        with torch.no_grad():
+            given = step.prompts(world, params, image, noise)
+        tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
+        per_image = given.repeat * tokens if changes_images(given, step.reads) else 0
+        per_client = sum(world.classes * (context.tokens.shape[-2] + NAME_TOKENS) for context in given.text.values())
+        self._known.append((step, per_image, per_client))
+        return per_image, per_client
 
 
 def fill_up(noise: Sequence[Tensors], sizes: Sequence[int], axes: Mapping[str, tuple[int, int]]) -> Tensors:

@@ -45,9 +45,13 @@ class InProcess:
         """Client states changed since the last call, to be committed with the round."""
         return self._runtime.states.take_changes()
 
+    def group_size(self, clients: int) -> int:
+        """How many of so many clients work as one batch."""
+        return self._runtime.cohort_size()
+
     def _groups(self, clients: Sequence[int]) -> Iterator[list[int]]:
         """Clients that work as one batch. Who works with whom must not depend on the order they come in."""
-        ordered, size = sorted(clients), self._runtime.cohort_size()
+        ordered, size = sorted(clients), self.group_size(len(clients))
         for start in range(0, len(ordered), size):
             yield ordered[start : start + size]
 

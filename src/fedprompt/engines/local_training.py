@@ -8,23 +8,34 @@ fall off at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.config import Config
-from fedprompt.engines.folding import Folded, NotFoldable, Together, alike, fill_up, image_axes, losses_together
+from fedprompt.engines.folding import (
+    Folded,
+    FoldSize,
+    NotFoldable,
+    Together,
+    alike,
+    fill_up,
+    image_axes,
+    losses_together,
+    over_clients,
+)
 from fedprompt.engines.images import ImageBank, Images
-from fedprompt.engines.step import learning_rate, sgd_step, step_loss
+from fedprompt.engines.step import learning_rate, local_factor, make_batch, sgd_step, step_loss
 from fedprompt.errors import ContractError, DivergenceError
 from fedprompt.method import Method, Progress, Stage, World
 from fedprompt.roles import Tensors
 from fedprompt.streams import stream
 
 Noise = Callable[[Method, int, bool, torch.Generator], Tensors]
-Gradients = Callable[[int, Tensors], Tensors]  #: what becomes of the gradients of the client at a place
+Gradients = Callable[[int, Tensors], Tensors]  #: what becomes of the gradients of a client
 
 
 @dataclass(frozen=True)
@@ -47,48 +58,69 @@ class Trained:
 
 @dataclass(frozen=True)
 class Timetable:
-    """The batches of several clients in one stage, by step. Short batches and short clients are filled up."""
+    """The batches of N clients in one stage, laid out once. Short batches and short clients are filled up."""
 
-    indices: Tensor  # (N, steps, batch size) of the images in the source
-    labels: Tensor  # (N, steps, batch size)
-    positions: list[list[Tensor]]  # by client and step: which of the client's images
-    sizes: Tensor  # (N, steps); 0 where a client is done
+    positions: Tensor  # (N, steps, batch size) among the client's images
+    indices: Tensor  # the same images in the source
+    labels: Tensor  # and their labels
+    sizes: list[list[int]]  # by client and step
 
-    def clients(self, step: int) -> int:
-        return int((self.sizes[:, step] > 0).sum())
+    @property
+    def steps(self) -> int:
+        return self.positions.shape[1]
+
+    def now(self, step: int) -> list[int]:
+        """The sizes of the batches of those clients, the first ones, that are not done yet."""
+        return [each[step] for each in self.sizes if step < len(each)]
 
 
-def batches(count: int, size: int, epochs: int, steps: int | None, order: torch.Generator) -> list[Tensor]:
-    """Positions of the images of every step: a new random order in each epoch, cut after `steps`."""
-    found: list[Tensor] = []
+def batches(count: int, size: int, epochs: int, steps: int | None, order: torch.Generator) -> tuple[Tensor, list[int]]:
+    """Positions (steps, size) of a client's images, and how many of each row count.
+
+    Every epoch has a new random order; what fills up its last batch are images from its beginning.
+    """
+    width, missing = min(size, count), -count % size if count > size else 0
+    rows = []
     for _ in range(epochs):
-        found += torch.randperm(count, generator=order).split(size)
-        if steps is not None and len(found) >= steps:
-            return found[:steps]
-    return found
+        drawn = torch.randperm(count, generator=order)
+        rows.append(torch.cat([drawn, drawn[:1].expand(missing)]).view(-1, width))
+    each = [width] * (len(rows[0]) - 1) + [width - missing]
+    return torch.cat(rows)[:steps], (each * epochs)[:steps]
 
 
-def timetable(images: Sequence[Images], positions: list[list[Tensor]]) -> Timetable:
-    """Everything the steps of a stage look up, laid out once."""
-    longest = max(len(each) for each in positions)
-    width = max(len(batch) for each in positions for batch in each)
-    places = torch.zeros(len(images), longest, width, dtype=torch.long)
-    sizes = torch.zeros(len(images), longest, dtype=torch.long)
-    for row, each in enumerate(positions):
-        for step, batch in enumerate(each):
-            places[row, step, : len(batch)] = batch
-            places[row, step, len(batch) :] = batch[0]
-            sizes[row, step] = len(batch)
+def timetable(images: Sequence[Images], plans: Sequence[tuple[Tensor, list[int]]]) -> Timetable:
+    longest, width = (max(positions.shape[axis] for positions, _ in plans) for axis in (0, 1))
+    places = torch.stack(
+        [F.pad(each, (0, width - each.shape[1], 0, longest - len(each))) for each, _ in plans]
+    )  # 0 is an image too
     indices = torch.stack([torch.from_numpy(own.indices)[place] for own, place in zip(images, places, strict=True)])
     labels = torch.stack([own.labels[place.to(own.labels.device)] for own, place in zip(images, places, strict=True)])
-    return Timetable(indices, labels, positions, sizes)
+    return Timetable(places, indices, labels, [sizes for _, sizes in plans])
+
+
+@dataclass(frozen=True)
+class LinedUp:
+    """The clients of a stage, in the order of the rows of everything here."""
+
+    clients: list[int]
+    images: list[Images]
+    table: Timetable
+    draws: list[torch.Generator]  #: of the random draws of the steps
+    rates: dict[str, float]
+    curves: list[list[float]]  #: by client and step, a factor on the rates
+
+    def factors(self, step: int) -> Tensor | None:
+        """Of the clients that are not done yet; None where all are 1."""
+        found = [each[step] for each in self.curves if step < len(each)]
+        return None if all(factor == 1.0 for factor in found) else torch.tensor(found)
 
 
 class LocalTraining:
     """Runs the stages of a method for clients whose images and parameters are at hand."""
 
-    def __init__(self, config: Config, world: World, bank: ImageBank, noise: Noise) -> None:
-        self.config, self.world, self.bank, self.noise = config, world, bank, noise
+    def __init__(self, config: Config, world: World, bank: ImageBank, noise: Noise, fold_size: FoldSize) -> None:
+        self.config, self.world, self.bank, self.noise, self.fold_size = config, world, bank, noise, fold_size
+        self._unfoldable: list[Method] = []
 
     def run(
         self,
@@ -97,7 +129,7 @@ class LocalTraining:
         round: int,
         purpose: str = "",
         fitting: bool = False,
-        gradients: Callable[[int, Tensors], Tensors] | None = None,
+        gradients: Gradients | None = None,
     ) -> list[Trained | DivergenceError]:
         """Train all; a client whose loss is not finite fails alone.
 
@@ -127,86 +159,63 @@ class LocalTraining:
         for stage in stages:
             if not stage.trainable or not stage.epochs or stage.steps == 0:
                 continue
-            lined_up = self._lined_up(stage, trainees, round, purpose)
-            together = Together.of([params[trainee.client] for trainee, _, _ in lined_up], stage.trainable)
-            rates = {
-                name: learning_rate(
-                    self.config.train, name, 1 if fitting else max(round, 1), self.config.federation.rounds
-                )
-                for name in stage.trainable
-            }
-            draws = [
-                stream(self.config.seed, round, trainee.client, f"{purpose}noise.{stage.name}")
-                for trainee, _, _ in lined_up
-            ]
-            table = timetable([images for _, images, _ in lined_up], [steps for _, _, steps in lined_up])
-            clients = [trainee.client for trainee, _, _ in lined_up]
-            images = [images for _, images, _ in lined_up]
-            together, losses = self._stage(stage, together, table, images, clients, rates, draws, gradients)
-            for place, client in enumerate(clients):
-                params[client] = together.of_client(place)
-                tallies[client].add(losses[place], table.sizes[place], rates)
+            for line in self._lined_up(stage, trainees, params, round, purpose, fitting):
+                together = Together.of([params[client] for client in line.clients], stage.trainable)
+                together, losses = self._stage(stage, together, line, gradients)
+                for place, client in enumerate(line.clients):
+                    params[client] = together.of_client(place)
+                    tallies[client].add(losses[place], line.table.sizes[place], line.rates, line.curves[place])
         return {
             client: tally.outcome(params[client], self.world.client_names[client], round)
             for client, tally in tallies.items()
         }
 
     def _lined_up(
-        self, stage: Stage, trainees: Sequence[Trainee], round: int, purpose: str
-    ) -> list[tuple[Trainee, Images, list[Tensor]]]:
-        """Each client with its images and its batches, those with most steps first."""
-        found = []
-        for trainee in trainees:
-            order = stream(self.config.seed, round, trainee.client, f"{purpose}batches.{stage.name}")
-            images = self.share(trainee.images, stage, trainee.client)
-            steps = batches(len(images), self.config.train.batch_size, stage.epochs, stage.steps, order)
-            found.append((trainee, images, steps))
-        return sorted(found, key=lambda each: -len(each[2]))
-
-    def _stage(
         self,
         stage: Stage,
-        together: Together,
-        table: Timetable,
-        images: Sequence[Images],
-        clients: Sequence[int],
-        rates: dict[str, float],
-        draws: Sequence[torch.Generator],
-        gradients: Gradients | None,
+        trainees: Sequence[Trainee],
+        params: Mapping[int, Tensors],
+        round: int,
+        purpose: str,
+        fitting: bool,
+    ) -> Iterator[LinedUp]:
+        """The clients of a stage with all they need, those with most steps first, as many at a time as make a good batch."""
+        train, seed = self.config.train, self.config.seed
+        plans: dict[int, tuple[Tensor, list[int]]] = {}
+        shares: dict[int, Images] = {}
+        for trainee in trainees:
+            client = trainee.client
+            order = stream(seed, round, client, f"{purpose}batches.{stage.name}")
+            shares[client] = self.share(trainee.images, stage, client)
+            plans[client] = batches(len(shares[client]), train.batch_size, stage.epochs, stage.steps, order)
+        clients = sorted(plans, key=lambda client: -len(plans[client][1]))
+        rounds = self.config.federation.rounds
+        rates = {name: learning_rate(train, name, 1 if fitting else max(round, 1), rounds) for name in stage.trainable}
+        image = make_batch(stage.step, shares[clients[0]], torch.zeros(1, dtype=torch.long), training=True)
+        size = self.fold_size.of(stage.step, params[clients[0]], image, max(max(sizes) for _, sizes in plans.values()))
+        for start in range(0, len(clients), size):
+            group = clients[start : start + size]
+            images = [shares[client] for client in group]
+            draws = [stream(seed, round, client, f"{purpose}noise.{stage.name}") for client in group]
+            curves = [self._curve(len(plans[client][1])) for client in group]
+            table = timetable(images, [plans[client] for client in group])
+            yield LinedUp(group, images, table, draws, rates, curves)
+
+    def _curve(self, steps: int) -> list[float]:
+        """A client's own schedule in a stage: the factors on its rates."""
+        return [local_factor(self.config.train, step, steps) for step in range(steps)]
+
+    def _stage(
+        self, stage: Stage, together: Together, line: LinedUp, gradients: Gradients | None
     ) -> tuple[Together, Tensor]:
         """All steps of a stage: the parameters after it, and the losses (N, steps)."""
-        method, losses = stage.step, []
+        losses: list[Tensor] = []
         velocity: Tensors = {}
-        axes = image_axes(method, self.world, True) if len(clients) > 1 else {}
-        foldable = len(clients) > 1
-        for number in range(table.sizes.shape[1]):
-            count = table.clients(number)
-            sizes = table.sizes[:count, number].tolist()
+        for number in range(line.table.steps):
+            count = len(line.table.now(number))
             now = together.first(count)
             leaves = {name: now.stacked[name].detach().requires_grad_() for name in stage.trainable}
-            working = now.changed(leaves)
-            noise = [self.noise(method, size, True, draws[place]) for place, size in enumerate(sizes)]
-            loss: Tensor | None = None
-            if foldable and count > 1:
-                folded = self._folded(method, table, number, sizes, fill_up(noise, sizes, axes))
-                try:
-                    loss = losses_together(method, self.world, working, self.bank, folded)
-                except NotFoldable:
-                    foldable = False
-            if loss is None:
-                loss = torch.stack(
-                    [
-                        step_loss(
-                            method,
-                            self.world,
-                            working.of_client(place),
-                            images[place],
-                            table.positions[place][number],
-                            noise[place],
-                        )
-                        for place in range(count)
-                    ]
-                )
+            loss = self._losses(stage.step, now.changed(leaves), line, number)
             if not loss.requires_grad:
                 raise ContractError(
                     f"stage {stage.name!r} must depend on one of its trainables {', '.join(stage.trainable)}"
@@ -216,15 +225,45 @@ class LocalTraining:
             if gradients is not None:
                 each = [
                     gradients(client, {name: slope[place] for name, slope in slopes.items()})
-                    for place, client in enumerate(clients[:count])
+                    for place, client in enumerate(line.clients[:count])
                 ]
                 slopes = Together.of(each, stage.trainable).stacked
             before = {name: now.stacked[name] for name in stage.trainable}
             kept = {name: speed[:count] for name, speed in velocity.items()}
-            stepped, velocity = sgd_step(before, slopes, kept, rates, self.config.train)
-            together = together.changed(self._corrected(method, stepped, now, number))
-            losses.append(torch.nn.functional.pad(loss.detach(), (0, len(clients) - count)))
+            stepped, velocity = sgd_step(before, slopes, kept, line.rates, self.config.train, line.factors(number))
+            together = together.changed(self._corrected(stage.step, stepped, now, number))
+            losses.append(F.pad(loss.detach(), (0, len(line.clients) - count)))
         return together, torch.stack(losses, dim=1)
+
+    def _losses(self, method: Method, params: Together, line: LinedUp, number: int) -> Tensor:
+        """The losses (N,) of one step, folded where that is possible."""
+        sizes = line.table.now(number)
+        noise = [self.noise(method, size, True, line.draws[place]) for place, size in enumerate(sizes)]
+        if len(sizes) > 1 and method not in self._unfoldable:
+            try:
+                return losses_together(method, self.world, params, self.bank, self._folded(method, line, number, noise))
+            except NotFoldable:
+                self._unfoldable.append(method)
+        return torch.stack(
+            [
+                step_loss(
+                    method,
+                    self.world,
+                    params.of_client(place),
+                    line.images[place],
+                    line.table.positions[place, number, :size],
+                    noise[place],
+                )
+                for place, size in enumerate(sizes)
+            ]
+        )
+
+    def _folded(self, method: Method, line: LinedUp, number: int, noise: Sequence[Tensors]) -> Folded:
+        sizes = line.table.now(number)
+        count, width = len(sizes), max(sizes)
+        indices, labels = (each[:count, number, :width] for each in (line.table.indices, line.table.labels))
+        drawn = fill_up(noise, sizes, image_axes(method, self.world, True) if min(sizes) < width else {})
+        return Folded.of(self.world, self.bank, method, indices, labels, sizes, drawn, training=True)
 
     def _corrected(self, method: Method, stepped: Tensors, before: Together, number: int) -> Tensors:
         """What the method makes of the optimiser's step of every client."""
@@ -234,19 +273,7 @@ class LocalTraining:
         def correct(stepped: Tensors, own: Tensors) -> Tensors:
             return method.after_step(self.world, stepped, {**before.common, **own}, number)
 
-        return dict(torch.func.vmap(correct)(stepped, before.stacked))
-
-    def _folded(self, method: Method, table: Timetable, number: int, sizes: Sequence[int], noise: Tensors) -> Folded:
-        count, width = len(sizes), max(sizes)
-        indices = table.indices[:count, number, :width]
-        features = {
-            name: self.bank.features(name, indices.flatten()).unflatten(0, indices.shape) for name in method.needs
-        }
-        weights = None
-        if min(sizes) < width:
-            real = torch.arange(width) < table.sizes[:count, number, None]
-            weights = real.to(self.world.device, self.world.dtype)
-        return Folded(indices, table.labels[:count, number, :width], features, weights, noise)
+        return dict(over_clients(correct, stepped, before.stacked))
 
     def share(self, images: Images, stage: Stage, client: int) -> Images:
         """The images a stage is for."""
@@ -273,17 +300,16 @@ class Tally:
         self.sizes: dict[str, float] = {}
         self.astray: float | None = None  #: the first loss that is not finite
 
-    def add(self, losses: Tensor, sizes: Tensor, rates: dict[str, float]) -> None:
-        """Losses and batch sizes of a stage; steps behind the client's last one have size 0."""
-        count = int((sizes > 0).sum())
-        for loss, size in zip(losses[:count].tolist(), sizes[:count].tolist(), strict=True):
+    def add(self, losses: Tensor, sizes: Sequence[int], rates: dict[str, float], curve: Sequence[float]) -> None:
+        """Losses and batch sizes of the steps of a stage, its rates and the factors on them."""
+        self.steps += len(sizes)
+        self.images += sum(sizes)
+        for loss, size in zip(losses.tolist(), sizes, strict=False):  # the client may be done before the others
+            self.losses += loss * size
             if self.astray is None and not math.isfinite(loss):
                 self.astray = loss
-            self.losses, self.images = self.losses + loss * size, self.images + size
         for name, rate in rates.items():
-            for _ in range(count):  # one by one, as the steps were made
-                self.sizes[name] = self.sizes.get(name, 0.0) + rate
-        self.steps += count
+            self.sizes[name] = self.sizes.get(name, 0.0) + sum(curve) * rate
 
     def outcome(self, params: Tensors, name: str, round: int) -> Trained | DivergenceError:
         if self.astray is not None:
@@ -292,9 +318,3 @@ class Tally:
                 "try a smaller train.lr or train.lrs"
             )
         return Trained(params, Progress(self.steps, self.sizes), self.losses / self.images if self.images else None)
-
-
-def groups(clients: Sequence[int], size: int) -> Iterator[list[int]]:
-    """The clients in order, as many at a time."""
-    for start in range(0, len(clients), size):
-        yield list(clients[start : start + size])

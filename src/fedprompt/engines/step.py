@@ -114,14 +114,27 @@ def learning_rate(train: TrainConfig, name: str, round: int, rounds: int) -> flo
     return base
 
 
+def local_factor(train: TrainConfig, step: int, steps: int) -> float:
+    """What becomes of a client's rates in one of its own steps."""
+    return 0.5 * (1 + math.cos(math.pi * step / steps)) if train.schedule == "local_cosine" else 1.0
+
+
 def sgd_step(
-    params: Tensors, grads: Tensors, velocity: Tensors, rates: Mapping[str, float], train: TrainConfig
+    params: Tensors,
+    grads: Tensors,
+    velocity: Tensors,
+    rates: Mapping[str, float],
+    train: TrainConfig,
+    factors: Tensor | None = None,
 ) -> tuple[Tensors, Tensors]:
-    """SGD with weight decay and heavy-ball momentum for N clients at once, (N, ...) each: stepped tensors and velocities."""
+    """SGD with weight decay and heavy-ball momentum for N clients at once, (N, ...) each: stepped tensors and velocities.
+
+    `factors` (N,) on the rates are the clients' own.
+    """
     if train.clip_norm is not None:
         squares = [grad.flatten(1).square().sum(1) for grad in grads.values()]
         scale = (train.clip_norm / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1.0)
-        grads = {name: grad * scale.view(-1, *[1] * (grad.dim() - 1)) for name, grad in grads.items()}
+        grads = {name: _by_client(scale, grad) for name, grad in grads.items()}
     stepped, moving = {}, {}
     for name, grad in grads.items():
         if train.weight_decay:
@@ -129,5 +142,10 @@ def sgd_step(
         if train.momentum:
             grad = torch.add(grad, velocity[name], alpha=train.momentum) if name in velocity else grad
             moving[name] = grad
-        stepped[name] = params[name] - rates[name] * grad
+        stepped[name] = params[name] - rates[name] * (grad if factors is None else _by_client(factors, grad))
     return stepped, moving
+
+
+def _by_client(factors: Tensor, tensor: Tensor) -> Tensor:
+    """A factor (N,) for each client on its part of a tensor (N, ...)."""
+    return tensor * factors.to(tensor).view(-1, *[1] * (tensor.dim() - 1))

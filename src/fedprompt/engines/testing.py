@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from fedprompt.config import Config
 from fedprompt.engines.folding import (
     Folded,
+    FoldSize,
     NotFoldable,
     Together,
     alike,
@@ -55,15 +56,19 @@ class Testing:
         method: Method,
         bank: ImageBank,
         noise: Callable[[Method, int, bool, torch.Generator], Tensors],
+        fold_size: FoldSize,
     ) -> None:
-        self.config, self.world, self.method, self.bank, self.noise = config, world, method, bank, noise
+        self.config, self.world, self.method, self.bank = config, world, method, bank
+        self.noise, self.fold_size = noise, fold_size
 
     def run(self, params: Mapping[int, Tensors], images: Mapping[int, Images], round: int) -> dict[int, Predicted]:
         """What each client predicts of all its images; a DivergenceError where that is no number."""
+        found: dict[int, Predicted] = {}
         with torch.no_grad():
-            found = self._together(params, images, round) if self._foldable(params) else None
-            if found is None:
-                found = {client: self._alone(client, own, images[client], round) for client, own in params.items()}
+            for group in self._groups(params, images):
+                found |= self._together(group, params, images, round) or {
+                    client: self._alone(client, params[client], images[client], round) for client in group
+                }
         for client, (probabilities, _) in found.items():
             if not torch.isfinite(probabilities).all():
                 name = self.world.client_names[client]
@@ -72,13 +77,27 @@ class Testing:
                 )
         return found
 
-    def _foldable(self, params: Mapping[int, Tensors]) -> bool:
-        """Numbers about a batch cannot be taken apart again: a method that has some is tested client by client."""
+    def _groups(self, params: Mapping[int, Tensors], images: Mapping[int, Images]) -> Iterator[list[int]]:
+        """Clients that are tested together, those with more images first: as a batch goes on, those that are done fall off.
+
+        Numbers about a batch cannot be taken apart again: a method that has some is tested client by client.
+        """
+        kinds: dict[object, list[int]] = {}
+        for client in sorted(params, key=lambda client: -len(images[client])):
+            kinds.setdefault(alike(params[client]), []).append(client)
+        for clients in kinds.values():
+            first, most = clients[0], min(len(images[clients[0]]), self.config.federation.evaluation_batch)
+            image = make_batch(self.method, images[first], torch.zeros(1, dtype=torch.long), training=False)
+            size = self.fold_size.of(self.method, params[first], image, most) if self._silent else 1
+            for start in range(0, len(clients), size):
+                yield clients[start : start + size]
+
+    @property
+    def _silent(self) -> bool:
         method: Method = self.method
         while isinstance(method, Variant):
             method = method.inner
-        silent = type(method).diagnostics is Method.diagnostics
-        return silent and len(params) > 1 and len({alike(own) for own in params.values()}) == 1
+        return type(method).diagnostics is Method.diagnostics
 
     def _alone(self, client: int, params: Tensors, images: Images, round: int) -> Predicted:
         draws, numbers = [], Means()
@@ -92,19 +111,20 @@ class Testing:
         return torch.cat(draws, dim=1), numbers.values()
 
     def _together(
-        self, params: Mapping[int, Tensors], images: Mapping[int, Images], round: int
+        self, clients: list[int], params: Mapping[int, Tensors], images: Mapping[int, Images], round: int
     ) -> dict[int, Predicted] | None:
-        """None where the method cannot be folded. Clients with more images come first: those that are done fall off."""
+        """None where there is nothing to fold, or the method cannot be."""
+        if len(clients) == 1:
+            return None
         method, size = self.method, self.config.federation.evaluation_batch
-        clients = sorted(params, key=lambda client: -len(images[client]))
         together = Together.of([params[client] for client in clients])
         draws = [stream(self.config.seed, round, client, "evaluation") for client in clients]
-        axes = image_axes(method, self.world, False)
         parts: dict[int, list[Tensor]] = {client: [] for client in clients}
         for start in range(0, len(images[clients[0]]), size):
             sizes = [min(size, left) for client in clients if (left := len(images[client]) - start) > 0]
             noise = [self.noise(method, each, False, draws[place]) for place, each in enumerate(sizes)]
             now = clients[: len(sizes)]
+            axes = image_axes(method, self.world, False) if min(sizes) < max(sizes) else {}
             folded = self._folded([images[client] for client in now], start, sizes, fill_up(noise, sizes, axes))
             working = together.first(len(sizes))
             try:
@@ -114,7 +134,7 @@ class Testing:
             found = predictions_together(method, self.world, working, seen, folded)
             for client, each, own in zip(now, sizes, found, strict=True):
                 parts[client].append(own[:, :each])
-        return {client: (torch.cat(parts[client], dim=1), {}) for client in params}
+        return {client: (torch.cat(parts[client], dim=1), {}) for client in clients}
 
     def _folded(self, images: list[Images], start: int, sizes: list[int], noise: Tensors) -> Folded:
         width = max(sizes)
@@ -125,11 +145,4 @@ class Testing:
         labels = torch.stack(
             [own.labels[place.to(own.labels.device)] for own, place in zip(images, positions, strict=True)]
         )
-        features = {
-            name: self.bank.features(name, indices.flatten()).unflatten(0, indices.shape) for name in self.method.needs
-        }
-        weights = None
-        if min(sizes) < width:
-            real = torch.arange(width) < torch.tensor(sizes)[:, None]
-            weights = real.to(self.world.device, self.world.dtype)
-        return Folded(indices, labels, features, weights, noise, training=False)
+        return Folded.of(self.world, self.bank, self.method, indices, labels, sizes, noise, training=False)

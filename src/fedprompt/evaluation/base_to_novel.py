@@ -29,23 +29,13 @@ from fedprompt.data.manifest import Manifest
 from fedprompt.data.split import train_and_test
 from fedprompt.data.transforms import ImageStore
 from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank, Images
+from fedprompt.engines.images import CommonImages
 from fedprompt.errors import ConfigError, broken
 from fedprompt.evaluation.novel_figures import EVENT, NovelFigures, harmonic_mean
 from fedprompt.federation.store import RunStore
 from fedprompt.method import Method, World
 from fedprompt.roles import Roles, Tensors
 from fedprompt.streams import SERVER, stream
-
-
-class CommonTest(ImageBank):
-    """A bank in which every client keeps its training images and all have the same test images, encoded once."""
-
-    def __init__(self, own: ImageBank, test: Images) -> None:
-        self._own, self._test = own, test
-
-    def images(self, client: int, part: str) -> Images:
-        return self._own.images(client, "train") if part == "train" else self._test
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,7 @@ class BaseToNovel:
 
         def runtime(world: World, images: Source, indices: np.ndarray) -> ClientRuntime:
             pixels = ImageStore(images, size, config.data.resize, cache)
-            bank = CommonTest(federation.bank, all_of(images, indices, pixels, backbone))
+            bank = CommonImages.of(images, indices, pixels, backbone, config.engine)
             return ClientRuntime(config, world, federation.method, bank, federation.states, images.domain_names)
 
         return cls(
@@ -114,13 +104,8 @@ def remember(store: RunStore, round: int, figures: NovelFigures) -> None:
 def base_test(source: Source, manifest: Manifest, config: Config) -> np.ndarray:
     """Test images of the base classes, whoever holds them. A manifest that was read decides itself what is for testing."""
     if config.partition.scheme == "manifest":
-        return np.unique(np.concatenate([client.test for client in manifest.clients]))
+        return np.unique(manifest.clients.test.values)
     return train_and_test(source, config.data)[1]
-
-
-def all_of(source: Source, indices: np.ndarray, pixels: ImageStore, backbone: ViT) -> Images:
-    labels = torch.from_numpy(source.labels[indices]).to(backbone.device)
-    return Images(indices, labels, source.domains[indices], pixels, backbone, {}, len(indices))
 
 
 def renamed_world(world: World, class_names: tuple[str, ...], backbone: ViT) -> World:

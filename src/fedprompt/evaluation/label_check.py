@@ -38,14 +38,15 @@ def check_labels(world: World, bank: ImageBank, seed: int) -> LabelCheck | None:
     """The figures for a federation; None where there is only one class to name."""
     if world.classes < 2:
         return None
-    sizes = [len(bank.images(client, "test")) for client in range(world.clients)]
-    features, labels = [], []
+    sizes = bank.sizes("test")
+    indices, labels = [], []
     for client, count in enumerate(evenly(sizes, IMAGES)):
         if count:
-            images, positions = bank.images(client, "test"), spaced(sizes[client], count)
-            features.append(images.features("image", positions))
+            images, positions = bank.images(client, "test"), spaced(int(sizes[client]), count)
+            indices.append(torch.from_numpy(images.indices)[positions])
             labels.append(images.labels[positions.to(images.labels.device)])
-    return figures(torch.cat(features), torch.cat(labels), world.text.said(WORDS), seed)
+    features = bank.tables.features("image", torch.cat(indices), alone=True)
+    return figures(features, torch.cat(labels), world.text.said(WORDS), seed)
 
 
 def figures(images: Tensor, labels: Tensor, text: Tensor, seed: int) -> LabelCheck:
@@ -101,7 +102,7 @@ def derangement(count: int, generator: torch.Generator) -> Tensor:
     return moved
 
 
-def evenly(sizes: Sequence[int], limit: int) -> list[int]:
+def evenly(sizes: Sequence[int] | np.ndarray, limit: int) -> list[int]:
     """How many images of each client: as equal as their sizes allow, `limit` in total at most."""
     held = np.asarray(sizes)
     each = max(each for each in range(limit + 1) if np.minimum(held, each).sum() <= limit)

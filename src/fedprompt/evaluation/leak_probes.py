@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fedprompt.config import Config
 from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank, Images
+from fedprompt.engines.images import CommonImages, ImageBank, Images
 from fedprompt.engines.step import look, make_batch
 from fedprompt.evaluation.areas import Area, area
 from fedprompt.evaluation.label_check import spaced
@@ -42,7 +42,7 @@ from fedprompt.federation.messages import Reply
 from fedprompt.federation.privacy import CLIP
 from fedprompt.federation.sampling import sample_attackers
 from fedprompt.federation.states import ClientStates
-from fedprompt.method import Method, Server, Upload, World
+from fedprompt.method import Method, Server, Upload, World, without
 from fedprompt.roles import Tensors, pick
 from fedprompt.streams import SERVER, stream
 
@@ -100,16 +100,6 @@ class Observed(ClientRuntime):
         return torch.stack(rows), torch.stack(found)
 
 
-class Strangers(ImageBank):
-    """A bank of which every client holds the same images: those of an adversary."""
-
-    def __init__(self, images: Images) -> None:
-        self._images = images
-
-    def images(self, client: int, part: str) -> Images:
-        return self._images
-
-
 @dataclass(frozen=True)
 class Row:
     """What was found out about one row of one client's prototypes."""
@@ -150,15 +140,14 @@ class Audit:
         train = self.config.train.model_copy(update={"epochs": 1})
         config = self.config.model_copy(update={"attack": None, "privacy": None, "train": train})
         nothing = ClientStates(lambda client: None)
-        return Observed(config, self.world, self.method, Strangers(images), nothing, self.domain_names)
+        return Observed(config, self.world, self.method, CommonImages(images), nothing, self.domain_names)
 
     def sample(self, count: int | None) -> list[int]:
         """Clients that train and play no attack: all, or so many of them at random."""
-        training = [client for client in range(self.world.clients) if client not in self.world.newcomers]
-        attackers = sample_attackers(self.config.attack, self.config.seed, training)
-        clients = [client for client in training if client not in attackers]
-        order = torch.randperm(len(clients), generator=stream(self.config.seed, 0, SERVER, "audit")).tolist()
-        return sorted(clients[place] for place in order[:count])
+        attackers = sample_attackers(self.config.attack, self.config.seed, self.world.participants)
+        clients = without(self.world.participants, attackers)
+        order = torch.randperm(len(clients), generator=stream(self.config.seed, 0, SERVER, "audit"))
+        return sorted(clients[place] for place in order[:count].tolist())
 
     def download(self, server: Server, client: int) -> Tensors:
         found = self.method.download(self.world, server, client)
@@ -185,7 +174,7 @@ class Audit:
         found = [where[index] for index in chosen]
         labels = torch.stack([images.labels[place] for images, place in found])
         domains = np.array([images.domains[place] for images, place in found])
-        return replace(own, indices=np.array(chosen), labels=labels, domains=domains, cached={})
+        return replace(own, indices=np.array(chosen), labels=labels, domains=domains)
 
     def membership(self, client: int) -> tuple[dict[str, dict[str, Area]], Reply]:
         """The scores' areas by adversary, and what the client would send."""

@@ -18,6 +18,7 @@ from fedprompt.evaluation.leak_probes import Audit, Row
 from fedprompt.experiment import Experiment, require_same_ground
 from fedprompt.federation import wire
 from fedprompt.federation.budget import Budget
+from fedprompt.federation.pool import open_pool
 from fedprompt.federation.states import ClientStates
 from fedprompt.federation.store import PRIVACY
 from fedprompt.method import Server
@@ -39,6 +40,7 @@ def open_audit(run: Run) -> Audit:
     source, manifest, backbone, world = experiment.prepare()
     require_same_ground(run.reader, backbone.digest(), manifest, "audited")
     shared, own = ({name: tensor.to(world.device) for name, tensor in wire.decode(blob).items()} for blob in state[1:])
+    pool, own = open_pool(run.reader, own)
     bank, states = experiment.bank(source, manifest, backbone), ClientStates(run.reader.client_state)
     terms = experiment.client_runtime(source, world, bank, states).terms
     return Audit(
@@ -48,7 +50,7 @@ def open_audit(run: Run) -> Audit:
         bank=bank,
         states=states,
         domain_names=source.domain_names,
-        server=Server(shared, own, state[0]),
+        server=Server(shared, own, state[0], pool),
         terms=terms,
         clip=Budget(experiment.config, terms, run.reader.details(PRIVACY)).clip
         if terms and terms.settings.quantile

@@ -22,7 +22,8 @@ from typing import Any
 
 import yaml
 
-from fedprompt.config import MOST_RUNS, Config, file_name, load_alike, renamed, told_apart
+from fedprompt.config import Config
+from fedprompt.config_files import MOST_RUNS, file_name, load_alike, renamed, told_apart
 from fedprompt.errors import ConfigError, broken
 from fedprompt.yaml_text import read_yaml
 
@@ -194,14 +195,14 @@ def client_called(text: str, configs: Iterable[Config]) -> str:
 
 
 def _client_in(text: str, config: Config) -> str:
+    from fedprompt.data.client_names import NumberedNames
     from fedprompt.data.manifest import Manifest
-    from fedprompt.data.partition import client_names
 
     partition = config.partition
     if partition.scheme == "manifest" and partition.manifest is not None:
-        names = [client.name for client in Manifest.load(partition.manifest).clients]
+        names = Manifest.load(partition.manifest).clients.names
     else:
-        names = client_names(partition.clients)
+        names = NumberedNames(partition.clients)
     if text in names:
         return text
     if text.isdecimal() and int(text) < len(names):

@@ -60,7 +60,7 @@ def weighted_mean(tensors: Sequence[Tensors], weights: Sequence[float], around: 
     for name, first in tensors[0].items():
         total = torch.zeros(first.shape, dtype=torch.float64)
         for part, weight in zip(tensors, weights, strict=True):
-            total += weight * part[name].to("cpu", torch.float64)
+            total.add_(part[name].to("cpu", torch.float64), alpha=weight)
         result[name] = total.to(first.dtype).to(first.device)
     return result
 

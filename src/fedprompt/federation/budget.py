@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from fedprompt.config import Config, PrivacyConfig
@@ -25,9 +26,10 @@ class Terms:
     settings: PrivacyConfig
     noise: float
     expected: float  #: clients in a cohort
-    releases: Mapping[
-        int, int
-    ]  #: how many noised values one participation of each client sends: 1, or its training steps
+    participants: Sequence[int]
+    releases: Callable[
+        [int], int
+    ]  #: how many noised values one participation of a client sends: 1, or its training steps
 
     @classmethod
     def of(
@@ -44,8 +46,8 @@ class Terms:
         settings, federation = config.privacy, config.federation
         share = federation.fraction * len(participants)
         expected = share if federation.sampling == "poisson" else cohort_size(federation.fraction, len(participants))
-        releases = {client: steps(client) if settings.noise_at == "step" else 1 for client in participants}
-        terms = cls(settings, settings.noise or 0.0, expected, releases)
+        releases = cache(steps) if settings.noise_at == "step" else (lambda client: 1)
+        terms = cls(settings, settings.noise or 0.0, expected, participants, releases)
         if settings.target_epsilon is None:
             return terms
         plan = terms.plans(config, surveys, away)[-1]
@@ -58,8 +60,8 @@ class Terms:
         federation, sent, found = config.federation, Counter[int](), []
         for round in range(1, federation.rounds + 1):
             poisson = federation.sampling == "poisson"
-            clients = list(self.releases)
-            drawn = sample_cohort(config.seed, round, clients, federation.fraction, away(round), poisson=poisson)
+            absent, clients = away(round), self.participants
+            drawn = sample_cohort(config.seed, round, clients, federation.fraction, absent, poisson=poisson)
             sent.update(self.sent_by(drawn))
             found.append(self.plan(config, surveys, round, max(sent.values(), default=0)))
         return found
@@ -67,11 +69,12 @@ class Terms:
     def plan(self, config: Config, surveys: int, rounds: int, releases: int) -> Plan:
         """A plan of so many rounds, in which no client made more than so many releases."""
         at, sampling = self.settings.noise_at, config.federation.sampling
-        return Plan(at, rounds if at == "server" else releases, len(self.releases), self.expected, sampling, surveys)
+        releases = rounds if at == "server" else releases
+        return Plan(at, releases, len(self.participants), self.expected, sampling, surveys)
 
     def sent_by(self, cohort: Sequence[int]) -> dict[int, int]:
         """The releases of each client of a cohort. Who was refused has sent as much as the others."""
-        return {client: self.releases[client] for client in cohort}
+        return {client: self.releases(client) for client in cohort}
 
 
 class Budget:

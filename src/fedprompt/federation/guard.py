@@ -72,7 +72,7 @@ class Guard:
         With `as_one` a single reply for the whole cohort is expected: a secure sum.
         """
         when = "round" if round else "start"
-        expected = (COHORT,) if as_one else tuple(cohort)
+        expected = frozenset((COHORT,) if as_one else cohort)
         clients = len(cohort) if as_one else 1
         good: dict[int, Reply] = {}
         refused: list[Failure] = []
@@ -108,7 +108,7 @@ class Guard:
         ]
         return [min(claim, cap) for claim in claims], cut
 
-    def _out_of_turn(self, reply: Reply, round: int, expected: Sequence[int], good: Collection[int]) -> Fault | None:
+    def _out_of_turn(self, reply: Reply, round: int, expected: Collection[int], good: Collection[int]) -> Fault | None:
         if reply.client not in expected:
             return Fault("client", f"must be one of the clients that were asked, got {reply.client}")
         if reply.client in good:

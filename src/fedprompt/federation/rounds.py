@@ -21,9 +21,12 @@ from fedprompt.federation.aggregate import rule, shares
 from fedprompt.federation.budget import Budget, Terms
 from fedprompt.federation.guard import Admitted, Guard
 from fedprompt.federation.messages import COHORT, Failure, Reply
-from fedprompt.federation.sampling import away_by_round, sample_attackers, sample_cohort
+from fedprompt.federation.pool import StoredRows
+from fedprompt.federation.sampling import away_by_round, sample_attackers, sample_cohort, sample_tested
 from fedprompt.federation.store import PRIVACY, REFUSED, Event, RoundRecord, RunStore
-from fedprompt.method import Combine, Method, Server, Upload, World
+from fedprompt.method import Combine, Method, Server, Upload, World, without
+from fedprompt.pool import Pool
+from fedprompt.profiling import scope
 from fedprompt.roles import Tensors
 from fedprompt.streams import SERVER, stream
 
@@ -92,19 +95,23 @@ class Federation:
                 break
             server = self._round(server, round)
         if self.afterwards is not None:
-            self.afterwards(server.round, self.tested, self._downloads(server))
+            self.afterwards(server.round, self.tested, self._downloads(server.asked_by(self.tested)))
         self.observer.finished()
 
     @property
-    def participants(self) -> list[int]:
+    def participants(self) -> Sequence[int]:
         return self.world.participants
 
     @cached_property
-    def tested(self) -> list[int]:
-        """The clients that are evaluated: those held out if there are any, else all that are honest."""
+    def tested(self) -> Sequence[int]:
+        """The clients that are evaluated: those held out if there are any, else all that are honest, or some of them."""
         attackers = sample_attackers(self.config.attack, self.config.seed, self.participants)
-        honest = [client for client in self.participants if client not in attackers]
-        return sorted(self.world.newcomers) or honest
+        everyone = sorted(self.world.newcomers) or without(self.participants, attackers)
+        return sample_tested(self.config.seed, everyone, self.config.federation.evaluate_clients)
+
+    @cached_property
+    def pool_rows(self) -> StoredRows:
+        return StoredRows(self.store)
 
     @cached_property
     def guard(self) -> Guard:
@@ -131,12 +138,12 @@ class Federation:
             return None
         round, shared, own = row
         kept = wire.require_like(wire.decode(shared), self.world.roles.shared, "stored shared tensors")
-        return Server(self._placed(kept), self._placed(wire.decode(own)), round)
+        return Server(self._placed(kept), self._placed(wire.decode(own)), round, Pool(self.pool_rows))
 
     def _start(self) -> Server:
         """Round 0: the initial tensors, and the statistics a method asks of every client beforehand."""
         roles, clock = self.world.roles, Clock()
-        server = _in_order(Server(roles.shared, roles.server))
+        server = _in_order(Server(roles.shared, roles.server, pool=Pool(self.pool_rows)))
         sent: dict[int, int] = {}
         admitted = Admitted([], [])
         events: list[Event] = []
@@ -155,8 +162,7 @@ class Federation:
         record = RoundRecord(
             0, [], None, sum(sent.values()), self._bytes_up(admitted, self.participants), None, clock.seconds
         )
-        self._commit(server, record, {}, [*_events(admitted), *events])
-        return server
+        return self._commit(server, record, {}, [*_events(admitted), *events])
 
     def _round(self, server: Server, round: int) -> Server:
         clock = Clock()
@@ -174,7 +180,8 @@ class Federation:
         results: dict[int, ClientResult] = {}
         if is_evaluated(round, self.config.federation) or not self._affords(round + 1):
             with clock.phase("evaluate"):
-                for client, result in self.engine.evaluate(round, self.tested, self._downloads(server)):
+                downloads = self._downloads(server.asked_by(self.tested))
+                for client, result in self.engine.evaluate(round, self.tested, downloads):
                     results[client] = result
                     self.observer.evaluated(round, len(results), len(self.tested))
         record = RoundRecord(
@@ -186,7 +193,7 @@ class Federation:
             summary=summarise(results[client] for client in sorted(results)) if results else None,
             seconds=clock.seconds,
         )
-        self._commit(server, record, results, events)
+        server = self._commit(server, record, results, events)
         self.observer.committed(record)
         return server
 
@@ -201,6 +208,7 @@ class Federation:
             if attempt and self.budget is not None and not self.budget.affords([*cohorts, cohort]):
                 break
             self.observer.cohort(round, cohort)
+            server = server.asked_by(cohort)
             with clock.phase("train"):
                 arriving = self.engine.train(round, cohort, self._downloads(server, sent, self._moving_clip()))
                 admitted = self._admitted(self._watched(round, arriving), round, cohort, server)
@@ -223,7 +231,8 @@ class Federation:
 
     def _finite(self, server: Server, round: int) -> Server:
         """Raise where finite updates have become something else together."""
-        for name, tensor in {**server.shared, **server.own}.items():
+        rows = {f"of client {client} in the pool": row for client, row in server.pool.pending.items()}
+        for name, tensor in {**server.shared, **server.own, **rows}.items():
             if not tensor.isfinite().all():
                 raise DivergenceError(f"server tensor {name!r} after round {round} must be finite, got NaN or infinity")
         return server
@@ -355,10 +364,12 @@ class Federation:
 
     def _commit(
         self, server: Server, record: RoundRecord, results: dict[int, ClientResult], events: Sequence[Event]
-    ) -> None:
+    ) -> Server:
+        """The server after the round was written; rows of the pool are from then on read from the run file."""
         evaluations = {client: results[client].to_json() for client in sorted(results)}
-        shared, own = wire.encode(server.shared), wire.encode(server.own)
-        self.store.commit(record, shared, own, self.engine.take_states(), evaluations, events)
+        shared, own, change = wire.encode(server.shared), wire.encode(server.own), self.pool_rows.change(server.pool)
+        self.store.commit(record, shared, own, self.engine.take_states(), evaluations, events, change)
+        return replace(server, pool=self.pool_rows.committed(server.pool))
 
     def _placed(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.world.device) for name, tensor in tensors.items()}
@@ -403,6 +414,7 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with scope(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

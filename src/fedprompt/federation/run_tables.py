@@ -28,7 +28,7 @@ class RunTables:
         except DAMAGE as error:
             raise self._unreadable(error) from error
         self._check_length()
-        self._check(schema)
+        self.require(schema)
 
     def rows(
         self, query: str, kinds: Sequence[type | UnionType], arguments: Sequence[object] = ()
@@ -77,7 +77,7 @@ class RunTables:
         if length < pages * page_size and not (log.exists() and log.stat().st_size):  # the log may hold the other pages
             raise self._damaged(f"its length of {length} bytes", f"be {pages * page_size}")
 
-    def _check(self, schema: str) -> None:
+    def require(self, schema: str) -> None:
         """Only plain tables, and those of the schema among them: a view or a virtual table runs what its author likes."""
         query = "SELECT type, name, rootpage FROM sqlite_master"
         for kind, name, page in self.rows(query, (str, str, int | None)):

@@ -1,26 +1,32 @@
 """A run is one file: SQLite in WAL mode, one transaction a round, tensors as opaque safetensors bytes.
 
-A process killed at any instant loses at most the round under way. This module knows no torch, so that reading a run is instant.
+A process killed at any instant loses at most the round under way; a power cut, besides, what was committed in the second before it.
+This module knows no torch, so that reading a run is instant.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from fedprompt.errors import RunError, StorageError
 from fedprompt.federation.run_tables import DAMAGE, RunTables
 
 FILE = "run.db"
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)  #: a run of version 1 has no pool of its own; it can be read, not resumed
+MOST_ARGUMENTS = 500  #: of one query
 INSERT_EVENT = "INSERT INTO events VALUES (?, ?, ?, ?)"
+WAIT_EVERY = 1.0  #: seconds, at least, between two commits that wait for the disk
 REFUSED = "refused"  #: the kind of an event that tells of an update the guard kept out
 PRIVACY = "privacy"  #: the kind of the event that tells what a round cost
 SCHEMA = """
@@ -33,6 +39,10 @@ CREATE TABLE client_states (client INTEGER PRIMARY KEY, round INTEGER NOT NULL, 
 CREATE TABLE server_state (only INTEGER PRIMARY KEY CHECK (only = 0), round INTEGER NOT NULL, shared BLOB NOT NULL, own BLOB NOT NULL);
 CREATE TABLE events (round INTEGER NOT NULL, client INTEGER, kind TEXT NOT NULL, detail TEXT NOT NULL);
 """
+POOL_SCHEMA = """
+CREATE TABLE pool (client INTEGER PRIMARY KEY, round INTEGER NOT NULL, kind TEXT NOT NULL, row BLOB NOT NULL);
+CREATE TABLE pool_cells (only INTEGER PRIMARY KEY CHECK (only = 0), round INTEGER NOT NULL, centres BLOB NOT NULL);
+"""
 
 
 FACTS: dict[str, type] = {
@@ -40,7 +50,8 @@ FACTS: dict[str, type] = {
     "manifest": dict,
     "versions": dict,
     "backbone": str,
-    "clients": list,
+    "clients": object,
+    "index_lists": dict,
     "classes": list,
     "domains": list,
 }  #: what a run writes down when it begins, and as what
@@ -68,8 +79,18 @@ class Event:
     detail: str
 
 
+@dataclass(frozen=True)
+class PoolChange:
+    """What a round changed in the pool: rows, each with its kind (see `federation.pool`), and perhaps the cells of its index."""
+
+    rows: Mapping[int, tuple[str, bytes]] = field(default_factory=dict)
+    centres: bytes | None = None  #: of cells that were made before the round, of the rows that were there then
+
+
 class RunReader:
     """Read access to `run.db`; safe while another process writes."""
+
+    versions: ClassVar[Sequence[int]] = READABLE
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -80,9 +101,12 @@ class RunReader:
         self._connection = self._open(path)
         try:
             self._tables = RunTables(self._connection, path, SCHEMA)
-            version = self.fact("version")
-            if version != VERSION:
-                raise RunError(f"run: {str(path)!r} must have format version {VERSION}, got {version}")
+            self.version = self.fact("version")
+            if self.version not in self.versions:
+                known = " or ".join(str(version) for version in self.versions)
+                raise RunError(f"run: {str(path)!r} must have format version {known}, got {self.version}")
+            if self.version == VERSION:
+                self._tables.require(POOL_SCHEMA)
         except BaseException:
             self._connection.close()
             raise
@@ -142,6 +166,30 @@ class RunReader:
         query = "SELECT client, round, tensors FROM client_states ORDER BY client"
         yield from self._tables.rows(query, (int, int, bytes))
 
+    def pool_clients(self) -> list[int]:
+        """Who has a row in the pool, by rising number."""
+        if self.version < VERSION:
+            return []
+        return [client for (client,) in self._tables.rows("SELECT client FROM pool ORDER BY client", (int,))]
+
+    def pool_rows(self, after: int, most: int) -> Iterator[tuple[int, int, str, bytes]]:
+        """Client, round of the last change, kind and bytes of the rows that follow a client number."""
+        query = "SELECT client, round, kind, row FROM pool WHERE client > ? ORDER BY client LIMIT ?"
+        yield from self._tables.rows(query, (int, int, str, bytes), (after, most))
+
+    def pool_chosen(self, clients: Sequence[int]) -> Iterator[tuple[int, str, bytes]]:
+        """Those of the clients that have a row, in any order."""
+        for start in range(0, len(clients), MOST_ARGUMENTS):
+            part = clients[start : start + MOST_ARGUMENTS]
+            query = f"SELECT client, kind, row FROM pool WHERE client IN ({', '.join('?' * len(part))})"
+            yield from self._tables.rows(query, (int, str, bytes), part)
+
+    def pool_cells(self) -> tuple[int, bytes] | None:
+        """The cells of the pool's index, and the last round whose rows they were made of."""
+        for round, centres in self._tables.rows("SELECT round, centres FROM pool_cells", (int, bytes)):
+            return round, centres
+        return None
+
     def events(self) -> list[tuple[int, int | None, str, str]]:
         query = "SELECT round, client, kind, detail FROM events ORDER BY rowid"
         rows = self._tables.rows(query, (int, int | None, str, str))
@@ -155,6 +203,8 @@ class RunReader:
 
 class RunStore(RunReader):
     """The one writer of a run. A lock on the directory keeps a second writer out."""
+
+    versions: ClassVar[Sequence[int]] = (VERSION,)
 
     def __init__(self, directory: str | Path, lock: TextIO | None = None) -> None:
         self._lock = lock or _lock(Path(directory))
@@ -178,7 +228,7 @@ class RunStore(RunReader):
             with _disk(directory):
                 draft.unlink(missing_ok=True)
                 with closing(sqlite3.connect(draft)) as connection, connection:
-                    connection.executescript(SCHEMA)
+                    connection.executescript(SCHEMA + POOL_SCHEMA)
                     rows = [(key, json.dumps(value)) for key, value in {"version": VERSION, **facts}.items()]
                     connection.executemany("INSERT INTO facts VALUES (?, ?)", rows)
                     connection.executemany(INSERT_EVENT, _event_rows(0, events))
@@ -192,12 +242,12 @@ class RunStore(RunReader):
 
     def _open(self, path: Path) -> sqlite3.Connection:
         self._path = path.resolve()
+        self._on_disk = -math.inf
         connection = sqlite3.connect(path, timeout=30, isolation_level=None)
         try:
             with _disk(path):
                 self._identity = os.stat(path)
                 connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute("PRAGMA synchronous = FULL")
         except BaseException:
             connection.close()
             raise
@@ -215,6 +265,7 @@ class RunStore(RunReader):
         client_states: Mapping[int, bytes],
         evaluations: Mapping[int, Mapping[str, Any]],
         events: Sequence[Event] = (),
+        pool: PoolChange | None = None,
     ) -> None:
         """Everything a round produced, in one transaction: all of it is there afterwards, or nothing is."""
         row = {
@@ -231,6 +282,13 @@ class RunStore(RunReader):
             results = [(record.round, client, json.dumps(result)) for client, result in evaluations.items()]
             cursor.executemany("INSERT INTO evaluations VALUES (?, ?, ?)", results)
             cursor.executemany(INSERT_EVENT, _event_rows(record.round, events))
+            self._write_pool(cursor, record.round, pool or PoolChange())
+
+    def _write_pool(self, cursor: sqlite3.Cursor, round: int, change: PoolChange) -> None:
+        rows = ((client, round, kind, row) for client, (kind, row) in change.rows.items())
+        cursor.executemany("INSERT OR REPLACE INTO pool VALUES (?, ?, ?, ?)", rows)
+        if change.centres is not None:
+            cursor.execute("INSERT OR REPLACE INTO pool_cells VALUES (0, ?, ?)", (round - 1, change.centres))
 
     def note(self, round: int, client: int | None, kind: str, detail: str) -> None:
         """Something worth knowing that is no figure: who, when, what."""
@@ -239,12 +297,16 @@ class RunStore(RunReader):
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:
+        """A commit survives the end of this process. That it also survives a power cut is waited for once a second at most."""
         self._require_same_file()
         cursor = self._connection.cursor()
+        waits = time.monotonic() - self._on_disk >= WAIT_EVERY
+        cursor.execute(f"PRAGMA synchronous = {'FULL' if waits else 'NORMAL'}")
         cursor.execute("BEGIN IMMEDIATE")
         try:
             yield cursor
             cursor.execute("COMMIT")
+            self._on_disk = time.monotonic() if waits else self._on_disk
         except BaseException:
             if self._connection.in_transaction:
                 cursor.execute("ROLLBACK")

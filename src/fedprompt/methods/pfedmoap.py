@@ -43,14 +43,14 @@ from fedprompt.method import Batch, Client, Combine, Progress, Seen, Server, Sta
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.with_text import precise, similarity
 from fedprompt.prompts import gates
-from fedprompt.prompts.neighbours import drawn, nearest
+from fedprompt.prompts.cells import library
+from fedprompt.prompts.neighbours import drawn
 from fedprompt.prompts.starts import linear_layer
 from fedprompt.registry import register
 from fedprompt.roles import Roles, Tensors, pick, prefixed, stripped
 from fedprompt.streams import stream
 
 GATE = "gate."
-POOL = "pool."
 SELECTION_SEED = "selection_seed"
 
 
@@ -71,6 +71,7 @@ class PFedMoAP(PromptFL):
     scaling: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  #: factor on q . k, in place of 1/sqrt(w/h)
     pooling: gates.Pooling = "stride"  #: every (D/w)-th number of a feature, or means of D/w numbers
     selection: Literal["nearest", "random"] = "nearest"  #: which contexts of the pool a client gets
+    search: Literal["exact", "approximate"] = "exact"  #: of the nearest; approximate needs `fedprompt[index]`
     gate_sharing: Literal["local", "aggregated"] = "local"  #: keep the gate, or average it with the context
     gate_when_alone: bool = False  #: use the gate even where the client's own expert is the only one
 
@@ -81,6 +82,8 @@ class PFedMoAP(PromptFL):
             raise ConfigError(broken("method.gate_width", rule, self.gate_width))
         if self.gate == "attention" and self.gate_width % self.heads:
             raise ConfigError(broken("method.heads", f"divide method.gate_width {self.gate_width}", self.heads))
+        if self.search == "approximate":
+            library()
 
     def others(self, world: World) -> int:
         """K, the most experts besides its own that a client can get."""
@@ -107,19 +110,18 @@ class PFedMoAP(PromptFL):
 
     def download(self, world: World, server: Server, client: int) -> Tensors:
         """The shared tensors and the contexts (k, m, d) of the chosen clients, none for a client without a pool entry."""
-        pool = {int(number): context for number, context in stripped(POOL, server.own).items()}
-        own = pool.pop(client, None)
-        chosen = [] if own is None else self._chosen(world, server, client, own, pool)
+        chosen = self._chosen(world, server, client) if client in server.pool else []
         context = server.shared["context"]
-        experts = torch.stack([pool[each] for each in chosen]) if chosen else context.new_empty(0, *context.shape)
+        experts = server.pool.rows(chosen).to(context) if chosen else context.new_empty(0, *context.shape)
         return {**server.shared, "experts": experts}
 
-    def _chosen(self, world: World, server: Server, client: int, own: Tensor, pool: Mapping[int, Tensor]) -> list[int]:
+    def _chosen(self, world: World, server: Server, client: int) -> list[int]:
         """Random choices depend on the run's seed, the round and the client, and on nothing that happened before."""
         if self.selection == "nearest":
-            return nearest(own, pool, self.others(world))
+            return server.pool.nearest(client, self.others(world), self.search == "approximate")
         generator = stream(int(server.own[SELECTION_SEED]), server.round, client, "experts")
-        return drawn(pool, self.others(world), generator)
+        others = server.pool.clients
+        return drawn(others[others != client], self.others(world), generator)
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         params = {**received, **local}
@@ -194,9 +196,9 @@ class PFedMoAP(PromptFL):
         return pick(params, world.roles.shared), kept
 
     def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
-        pool = {f"{POOL}{upload.client}": upload.tensors["context"] for upload in uploads}
         averaged = super().aggregate(world, server, uploads, combine)
-        return replace(averaged, own={**server.own, **pool})
+        contexts = {upload.client: upload.tensors["context"] for upload in uploads}
+        return replace(averaged, pool=server.pool.with_rows(contexts))
 
     def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
         """A first participation: the received context by the local logits."""

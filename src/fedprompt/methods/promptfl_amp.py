@@ -26,10 +26,11 @@ With lam = 0 and all clients in every round this is CoOp, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -38,10 +39,10 @@ from fedprompt.config import TrainConfig
 from fedprompt.method import Batch, Client, Combine, Progress, Seen, Server, Stage, Upload, World
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.variants.base import squared_distance
+from fedprompt.prompts.neighbours import Block
 from fedprompt.registry import register
 from fedprompt.roles import Roles, Tensors, stripped
 
-POOL = "pool."  #: the last context of each client, by its number; the server's own
 CLOUD = "cloud."  #: what the local objective is anchored at
 STEP = "step"  #: a_i
 OWN, TRAINED = "own.context", "own.trained"  #: the last context of this client, and 1 if there is one
@@ -71,12 +72,16 @@ class PromptFLAMP(PromptFL):
         return Roles(shared={"context": context}, local={OWN: context.clone(), TRAINED: context.new_zeros(())})
 
     def download(self, world: World, server: Server, client: int) -> Tensors:
-        others = {int(name): context for name, context in stripped(POOL, server.own).items()}
-        mine = others.pop(client, None)
-        if mine is None:
-            return {**server.shared, STEP: server.shared["context"].new_full((), self.step)}
-        context, step = cloud(mine, [others[other] for other in sorted(others)], self.sigma, self.step)
-        return {"context": context, STEP: step}
+        start, pool = server.shared["context"], server.pool
+        if client not in pool:
+            return {**server.shared, STEP: start.new_full((), self.step)}
+
+        def answer(clients: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+            mine = {each: row.flatten() for each, row in zip(clients, pool.rows(clients), strict=True)}
+            return clouds(mine, pool.blocks(), self.sigma, self.step)
+
+        context, step = pool.together(client, ("clouds", self.sigma, self.step), answer)
+        return {"context": context.view_as(start).to(start), STEP: step.to(start)}
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         start = torch.where(local[TRAINED] > 0, local[OWN], received["context"])
@@ -99,23 +104,32 @@ class PromptFLAMP(PromptFL):
         return {"context": context}, {OWN: context, TRAINED: context.new_ones(())}
 
     def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
-        pool = {f"{POOL}{upload.client}": upload.tensors["context"] for upload in uploads}
-        return replace(super().aggregate(world, server, uploads, combine), own={**server.own, **pool})
+        averaged = super().aggregate(world, server, uploads, combine)
+        contexts = {upload.client: upload.tensors["context"] for upload in uploads}
+        return replace(averaged, pool=server.pool.with_rows(contexts))
 
 
-def attention(mine: Tensor, others: Tensor, sigma: float, step: float) -> tuple[Tensor, Tensor]:
-    """The weights xi (J,) of other contexts (J, ...) and the step behind them, at most as long as leaves the self weight in [0, 1]."""
-    distances = (others - mine).square().flatten(1).sum(1)
-    slopes = (-distances / sigma).exp() / sigma
-    capped = slopes.sum().reciprocal().clamp(max=step)
-    return capped * slopes, capped
+def clouds(
+    mine: Mapping[int, Tensor], blocks: Iterable[Block], sigma: float, step: float
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """u_i (n,) and a_i of some clients by their own flat contexts, from one pass over all contexts.
 
-
-def cloud(mine: Tensor, others: Sequence[Tensor], sigma: float, step: float) -> tuple[Tensor, Tensor]:
-    """u_i and a_i of a client with this context; nobody else there, the context itself."""
-    if not others:
-        return mine, mine.new_full((), step)
-    stacked = torch.stack(list(others))
-    weights, capped = attention(mine, stacked, sigma, step)
-    own = (1 - weights.sum()).clamp_min(0)
-    return own * mine + torch.einsum("j,j...->...", weights, stacked), capped
+    With s_ij = A'(||P_i - P_j||^2) and a_i known only at the end, what is summed up on the way are s_ij and s_ij P_j. Sums and
+    products are in double precision around the middle of the clients, so that a common offset costs no digits.
+    """
+    keys, own = np.fromiter(mine, dtype=np.int64), torch.stack(list(mine.values())).double()
+    middle = own.mean(0)
+    centred = own - middle
+    total, pull = own.new_zeros(len(own)), torch.zeros_like(own)
+    for block in blocks:
+        rows = block.rows.double() - middle
+        distances = centred.square().sum(1, keepdim=True) + rows.square().sum(1) - 2 * centred @ rows.T
+        slopes = (-distances.clamp_min(0) / sigma).exp() / sigma
+        slopes[np.nonzero(keys[:, None] == block.keys)] = 0
+        total += slopes.sum(1)
+        pull += slopes @ rows
+    steps = total.reciprocal().clamp(max=step)
+    weights = (steps * total).unsqueeze(1)
+    anchors = (1 - weights).clamp_min(0) * centred + steps.unsqueeze(1) * pull + middle
+    kept = anchors.to(mine[int(keys[0])])
+    return {client: (kept[place], steps[place]) for place, client in enumerate(mine)}

@@ -114,9 +114,12 @@ def run_section(run: Run, number: int) -> str:
 def clients_of(run: Run) -> str:
     """How many there are, and how many of them the accuracies are about."""
     everyone, tested = len(run.clients), len(run.client_accuracies())
-    if run.config.federation.held_out and tested:
-        return f"{everyone}; only the {tested} held out of training are evaluated"
-    return str(everyone)
+    settings = run.config.federation
+    drawn = settings.evaluate_clients == tested < everyone
+    if settings.held_out and tested:
+        who = f"{tested} of those held out of training" if drawn else f"the {tested} held out of training"
+        return f"{everyone}; only {who} are evaluated"
+    return f"{everyone}; {tested} of them, drawn once, stand for all in evaluations" if drawn else str(everyone)
 
 
 def rounds_table(run: Run) -> str:

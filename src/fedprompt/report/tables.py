@@ -174,6 +174,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     newcomers = [row.title for row in rows if row.settings["federation.held_out"]]
     if newcomers and len(newcomers) == len(rows):
         newcomers = ["all rows"]
+    some = [(row.title, row.settings["federation.evaluate_clients"]) for row in rows]
     early = [row.title for row in rows if not row.finished]
     repeated = [name for row in rows for name in row.repeated]
     attacked = [row.title for row in rows if row.attacked]
@@ -187,6 +188,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Not comparable, these settings differ", task),
         ("Different training budget or measurement", budget),
         ("Only clients held out of training are evaluated", newcomers),
+        ("Clients that stand for all in evaluations, drawn once", [f"{who}: {count}" for who, count in some if count]),
         ("Some clients are malicious, and only the others are evaluated", attacked),
         ("Updates refused by the guard", refused),
         ("Differential privacy, epsilon spent", private),

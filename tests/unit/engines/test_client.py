@@ -11,7 +11,7 @@ import torch
 from support import local_tensors, run, shared_tensors
 
 from fedprompt.config import TrainConfig
-from fedprompt.engines.step import learning_rate, sgd_step
+from fedprompt.engines.step import learning_rate, local_factor, sgd_step
 from fedprompt.errors import BackboneError, ContractError, DivergenceError
 from fedprompt.federation.rounds import is_evaluated
 from fedprompt.federation.sampling import sample_cohort
@@ -45,6 +45,20 @@ def test_clipping_bounds_the_step_of_each_client_over_all_its_tensors() -> None:
     stepped, _ = sgd_step(zeros, grads, {}, {"x": 1.0, "y": 1.0}, TrainConfig(momentum=0.0, clip_norm=1.0))
     torch.testing.assert_close(stepped["x"], torch.tensor([[-0.6], [-0.3]]), atol=1e-5, rtol=0)
     torch.testing.assert_close(stepped["y"], torch.tensor([[-0.8], [-0.4]]), atol=1e-5, rtol=0)
+
+
+def test_every_client_steps_by_a_factor_of_its_own() -> None:
+    zeros, grads = {"x": torch.zeros(2, 3)}, {"x": torch.ones(2, 3)}
+    stepped, _ = sgd_step(zeros, grads, {}, {"x": 0.5}, TrainConfig(momentum=0.0), torch.tensor([1.0, 0.2]))
+    torch.testing.assert_close(stepped["x"], torch.tensor([[-0.5] * 3, [-0.1] * 3]))
+
+
+def test_a_local_cosine_falls_from_one_over_the_steps_of_a_participation() -> None:
+    train = TrainConfig(schedule="local_cosine")
+    factors = [local_factor(train, step, 4) for step in range(4)]
+    assert factors == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
+    assert learning_rate(train, "x", 7, 10) == train.lr
+    assert {local_factor(TrainConfig(schedule=name), 3, 4) for name in ("constant", "cosine")} == {1.0}
 
 
 def test_the_first_matching_pattern_sets_the_rate() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedprompt.backbones.dual import DualEncoder
 from fedprompt.config import TrainConfig
 from fedprompt.data.base import Source
+from fedprompt.data.manifest import Clients
 from fedprompt.data.selection import base_and_novel, of_classes
 from fedprompt.data.sources import open_both
 from fedprompt.data.split import train_and_test
@@ -212,7 +213,7 @@ def test_a_run_that_was_stopped_is_tested_when_it_ends_and_only_once(
 
 def test_the_split_of_a_manifest_decides_on_the_base_test_images(novel: Any, tmp_path: Path) -> None:
     manifest = experiment(novel()).prepare()[1]
-    fewer = replace(manifest, clients=tuple(replace(client, test=client.test[:3]) for client in manifest.clients))
+    fewer = replace(manifest, clients=Clients.of(replace(client, test=client.test[:3]) for client in manifest.clients))
     fewer.save(tmp_path / "mine.json")
     partition = {"scheme": "manifest", "manifest": str(tmp_path / "mine.json")}
     found = stored_figures(run(novel(partition=partition)).reader)

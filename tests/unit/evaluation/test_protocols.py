@@ -12,6 +12,7 @@ import pytest
 
 from fedprompt import registry
 from fedprompt.config import Config, DataConfig, PartitionConfig, parse
+from fedprompt.data.manifest import Clients
 from fedprompt.data.partition import make_manifest
 from fedprompt.data.tiny import TinySource
 from fedprompt.errors import ConfigError
@@ -181,8 +182,8 @@ def test_a_comeback_takes_its_place_from_the_caller(written: Written) -> None:
 def test_the_clients_of_a_manifest_have_its_names(written: Written, tmp_path: Path) -> None:
     source, data = TinySource(), DataConfig(source="tiny")
     manifest = make_manifest(source, data, PartitionConfig(scheme="iid", clients=2), 0)
-    clients = tuple(replace(each, name=name) for each, name in zip(manifest.clients, ("ward", "clinic"), strict=True))
-    replace(manifest, clients=clients).save(tmp_path / "m.json")
+    renamed = (replace(each, name=name) for each, name in zip(manifest.clients, ("ward", "clinic"), strict=True))
+    replace(manifest, clients=Clients.of(renamed)).save(tmp_path / "m.json")
     path = written(f"partition: {{scheme: manifest, manifest: {tmp_path / 'm.json'}}}")
     assert protocols.comeback(path, client="1").client == "clinic"
     assert protocols.comeback(path, client="ward").client == "ward"

@@ -321,14 +321,14 @@ def test_a_capped_weight_is_recorded_and_counts_as_the_cap(hostile: Any) -> None
 def test_a_client_that_diverges_alone_is_left_out(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedprompt.engines.client import ClientRuntime
 
-    train = ClientRuntime.train
+    train_together = ClientRuntime.train_together
 
-    def failing(self: ClientRuntime, round: int, client: int, received: Tensors) -> Reply:
-        if client == 3:
-            raise DivergenceError("training loss of client 'three' must be finite, got nan")
-        return train(self, round, client, received)
+    def failing(self: ClientRuntime, round: int, received: dict[int, Tensors]) -> list[Reply | DivergenceError]:
+        replies = train_together(self, round, received)
+        astray = DivergenceError("training loss of client 'three' must be finite, got nan")
+        return [astray if client == 3 else reply for client, reply in zip(received, replies, strict=True)]
 
-    monkeypatch.setattr(ClientRuntime, "train", failing)
+    monkeypatch.setattr(ClientRuntime, "train_together", failing)
     done = run(settings())
     assert refusals(done) == [(1, 3, "finite"), (2, 3, "finite")]
 

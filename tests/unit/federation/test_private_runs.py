@@ -23,6 +23,7 @@ from support import (
 
 import fedprompt.experiment
 from fedprompt import config as configuration
+from fedprompt import config_files
 from fedprompt.engines.inprocess import InProcess
 from fedprompt.errors import ConfigError, DivergenceError, QuorumError
 from fedprompt.federation.accounting import Plan, epsilon, noise_for
@@ -324,7 +325,7 @@ def test_a_budget_that_buys_nothing_is_told(settings: Any, method: Any) -> None:
 
 
 def test_a_preset_can_be_changed_by_overrides() -> None:
-    values = configuration.apply_overrides({"privacy": "pfedmoap-25"}, ["privacy.target_epsilon=8", "privacy.clip=0.5"])
+    values = config_files.apply_overrides({"privacy": "pfedmoap-25"}, ["privacy.target_epsilon=8", "privacy.clip=0.5"])
     assert values["privacy"] == {"noise_at": "client", "target_epsilon": 8, "delta": 0.05, "clip": 0.5}
     assert configuration.PRIVACY_PRESETS["pfedmoap-25"]["target_epsilon"] == 25.0
 

@@ -81,7 +81,7 @@ def test_a_run_of_another_format_is_told(tmp_path: Path) -> None:
     RunStore.create(tmp_path, {}).close()
     with sqlite3.connect(tmp_path / "run.db") as connection:
         connection.execute("UPDATE facts SET value = '99' WHERE key = 'version'")
-    with pytest.raises(RunError, match="format version 1, got 99"):
+    with pytest.raises(RunError, match="format version 1 or 2, got 99"):
         RunReader(tmp_path)
 
 

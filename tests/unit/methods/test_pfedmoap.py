@@ -15,6 +15,7 @@ from support import (
     content,
     experiment,
     local_tensors,
+    pool_tensors,
     run,
     server_tensors,
     shared_tensors,
@@ -33,8 +34,9 @@ from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.federation.sampling import sample_cohort
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Seen, Server, Upload, World
-from fedprompt.methods.pfedmoap import GATE, POOL, PFedMoAP
+from fedprompt.methods.pfedmoap import GATE, PFedMoAP
 from fedprompt.methods.promptfl import PromptFL
+from fedprompt.pool import Pool
 from fedprompt.prompts import gates
 from fedprompt.roles import Roles, Tensors, stripped
 from fedprompt.streams import stream
@@ -73,8 +75,7 @@ def runtime(tiny: Any) -> Callable[..., ClientRuntime]:
 
 
 def server_with(world: World, pool: dict[int, Tensor], round: int = 1) -> Server:
-    own = {f"{POOL}{client}": context for client, context in pool.items()}
-    return Server(world.roles.shared, {**world.roles.server, **own}, round)
+    return Server(world.roles.shared, world.roles.server, round, Pool().with_rows(pool))
 
 
 def full_pool(seed: int = 0) -> dict[int, Tensor]:
@@ -188,11 +189,13 @@ def test_three_rounds_equal_a_naive_loop(tiny: Any) -> None:
 
     assert len(gated) > 0
     torch.testing.assert_close(shared_tensors(done)["context"], everyones, atol=2e-5, rtol=1e-4)
-    assert set(server_tensors(done)) == {f"{POOL}{client}" for client in pool}
+    found = pool_tensors(done)
+    assert set(found) == set(pool)
+    assert not server_tensors(done)
     for client, context in trained.items():
         kept = local_tensors(done, client)
-        torch.testing.assert_close(server_tensors(done)[f"{POOL}{client}"], context, atol=2e-5, rtol=1e-4)
-        assert torch.equal(kept["last_context"], server_tensors(done)[f"{POOL}{client}"])
+        torch.testing.assert_close(found[client], context, atol=2e-5, rtol=1e-4)
+        assert torch.equal(kept["last_context"], found[client])
         for part in gates.PARTS:
             for kind in ("weight", "bias"):
                 expected = getattr(getattr(modules[client], part), kind).detach()
@@ -397,15 +400,14 @@ def test_the_pool_grows_by_first_participations_and_keeps_the_last_upload(tiny: 
     assert method.download(world, server, 0)["experts"].shape == (0, TOKENS, WIDTH)
     for round, clients in enumerate(((2, 3), (3, 0), (0, 1, 2, 3), (1,)), start=1):
         contexts = {client: normal(TOKENS, WIDTH, seed=10 * round + client) for client in clients}
-        known = {name for name in server.own if name.removeprefix(POOL).isdigit()}
+        older = server.pool
         uploads = [Upload(client, {"context": context}, 1 / len(clients)) for client, context in contexts.items()]
-        older = server.own
         server = replace(method.aggregate(world, server, uploads, weighted_mean), round=round)
-        assert set(server.own) == known | {f"{POOL}{client}" for client in clients}
-        assert len(server.own) <= CLIENTS
-        for name, tensor in server.own.items():
-            client = int(name.removeprefix(POOL))
-            assert torch.equal(tensor, contexts[client] if client in contexts else older[name])
+        assert set(server.pool.clients.tolist()) == {*older.clients.tolist(), *clients}
+        assert not server.own
+        for client in server.pool.clients.tolist():
+            expected = contexts[client] if client in contexts else older.rows([client])[0]
+            assert torch.equal(server.pool.rows([client])[0], expected)
         torch.testing.assert_close(server.shared["context"], torch.stack(list(contexts.values())).mean(0))
 
 
@@ -553,7 +555,7 @@ def test_held_out_clients_tune_the_shared_context_as_in_a_first_round(tiny: Any,
     assert {name for name in after if not torch.equal(after[name], before[name])} == {"context"}
     done = run(tiny(name="held_out", federation=held_out), SMALL)
     assert len(done.client_accuracies()) == len(made.world.newcomers) == 2
-    assert {int(name.removeprefix(POOL)) for name in server_tensors(done)} == set(range(4)) - made.world.newcomers
+    assert set(pool_tensors(done)) == set(range(4)) - made.world.newcomers
     assert made.method.others(made.world) == 1
 
 

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from support import local_tensors, server_tensors, shared_tensors
+from support import local_tensors, pool_tensors, shared_tensors
 from text_methods import gradient, noise_like, run_on_clip, runtime_of, working_parameters
 from torch import Tensor
 
@@ -20,7 +21,8 @@ from fedprompt.federation.sampling import sample_cohort
 from fedprompt.method import Server, Upload
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.methods.promptfl_amp import OWN, TRAINED, PromptFLAMP, attention, cloud
+from fedprompt.methods.promptfl_amp import OWN, TRAINED, PromptFLAMP, clouds
+from fedprompt.prompts.neighbours import Block
 
 pytestmark = pytest.mark.unit
 
@@ -43,55 +45,68 @@ def naive_cloud(contexts: dict[int, Tensor], client: int, sigma: float, step: fl
     return mixed, capped
 
 
+def cloud(contexts: Tensor, sigma: float, step: float, asking: int = 1, size: int = 2) -> list[tuple[Tensor, float]]:
+    """u_i and a_i of the first clients, by one pass over blocks of a size."""
+    mine = {client: contexts[client].flatten() for client in range(asking)}
+    blocks = [
+        Block(np.array(part), contexts[part].flatten(1))
+        for part in np.split(np.arange(len(contexts)), range(size, len(contexts), size))
+    ]
+    found = clouds(mine, blocks, sigma, step)
+    return [(found[client][0].view_as(contexts[0]), float(found[client][1])) for client in range(asking)]
+
+
 @hypothesis.given(
-    clients=st.integers(2, 12),
+    clients=st.integers(1, 12),
     spread=st.floats(0, 30),
+    offset=st.sampled_from([0.0, 1.0, -1e4]),
     sigma=st.floats(1e-3, 1e4),
     step=st.floats(1e-3, 1e4),
+    asking=st.integers(1, 12),
+    size=st.integers(1, 5),
     seed=st.integers(0, 1000),
 )
-def test_weights_are_never_negative_and_the_self_weight_stays_between_0_and_1(
-    clients: int, spread: float, sigma: float, step: float, seed: int
+def test_one_pass_for_many_equals_the_naive_cloud_of_each_and_is_an_average(
+    clients: int, spread: float, offset: float, sigma: float, step: float, asking: int, size: int, seed: int
 ) -> None:
-    contexts = spread * torch.randn(clients, 2, 3, generator=torch.Generator().manual_seed(seed))
-    weights, capped = attention(contexts[0], contexts[1:], sigma, step)
-    assert (weights >= 0).all()
-    assert float(weights.sum()) <= 1 + 1e-5
-    assert 0 < float(capped) <= step * (1 + 1e-6)
-    found, length = cloud(contexts[0], list(contexts[1:]), sigma, step)
-    expected, expected_length = naive_cloud(dict(enumerate(contexts)), 0, sigma, step)
-    assert float(length) == pytest.approx(expected_length, rel=1e-3)
-    torch.testing.assert_close(found.double(), expected, atol=1e-3 * max(spread, 1e-3), rtol=1e-3)
+    contexts = (offset + spread * torch.randn(clients, 2, 3, generator=torch.Generator().manual_seed(seed))).double()
+    for client, (found, capped) in enumerate(cloud(contexts, sigma, step, min(asking, clients), size)):
+        expected, length = naive_cloud(dict(enumerate(contexts)), client, sigma, step)
+        assert capped == pytest.approx(length, rel=1e-6)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+        small = 1e-6 * (1 + abs(offset))
+        assert (found >= contexts.amin(0) - small).all()
+        assert (found <= contexts.amax(0) + small).all()
 
 
 def test_weights_fall_with_the_distance_as_the_slope_of_the_attraction() -> None:
-    """A'(x) by the difference quotient of A(x) = 1 - exp(-x / sigma)."""
-    mine, others = torch.zeros(1, 2), torch.tensor([[[0.5, 0.0]], [[1.0, 1.0]], [[3.0, 0.0]]])
-    sigma, step = 2.0, 0.1
-    weights, capped = attention(mine, others, sigma, step)
-    assert float(capped) == pytest.approx(step), "no cap is needed here"
-    for weight, distance in zip(weights.tolist(), (0.25, 2.0, 9.0), strict=True):
+    """A'(x) by the difference quotient of A(x) = 1 - exp(-x / sigma). Each context has an axis of its own to read its weight from."""
+    lengths, sigma, step = (0.5, 2**0.5, 3.0), 2.0, 0.1
+    ((found, capped),) = cloud(
+        torch.cat([torch.zeros(1, 3), torch.diag(torch.tensor(lengths))]).unsqueeze(1), sigma, step
+    )
+    assert capped == pytest.approx(step), "no cap is needed here"
+    for weighed, length in zip(found.flatten().tolist(), lengths, strict=True):
         small = 1e-6
-        slope = (math.exp(-distance / sigma) - math.exp(-(distance + small) / sigma)) / small
-        assert weight == pytest.approx(step * slope, rel=1e-4)
-    assert weights[0] > weights[1] > weights[2] > 0
+        slope = (math.exp(-(length**2) / sigma) - math.exp(-(length**2 + small) / sigma)) / small
+        assert weighed / length == pytest.approx(step * slope, rel=1e-4)
 
 
 def test_a_step_that_is_too_long_is_cut_to_an_average_of_the_others() -> None:
     contexts = 0.01 * torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(0))
-    found, capped = cloud(contexts[0], list(contexts[1:]), sigma=1.0, step=1.0)
+    ((found, capped),) = cloud(contexts, sigma=1.0, step=1.0)
     distances = (contexts[1:] - contexts[0]).square().sum((1, 2))
     expected = torch.einsum("j,jmd->md", (-distances).softmax(0), contexts[1:])
     torch.testing.assert_close(found, expected)
-    assert float(capped) == pytest.approx(0.25, rel=1e-2)
+    assert capped == pytest.approx(0.25, rel=1e-2)
 
 
 def test_contexts_far_away_and_nobody_there_leave_a_context_as_it_is() -> None:
     mine = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
     for others in ([], [mine + 100, mine - 100]):
-        found, capped = cloud(mine, others, sigma=1.0, step=0.5)
+        ((found, capped),) = cloud(torch.stack([mine, *others]), sigma=1.0, step=0.5)
         assert torch.equal(found, mine)
-        assert float(capped) == 0.5
+        assert capped == 0.5
 
 
 def test_the_gradient_differs_from_that_of_promptfl_by_the_pull_to_the_cloud(settings: Any) -> None:
@@ -133,7 +148,7 @@ def test_three_rounds_are_what_the_rule_says(settings: Any, step: float, is_capp
         sizes = {client: runtime._client(client, round).samples for client in cohort}
         mean = torch.stack([sizes[client] * trained[client] for client in cohort]).sum(0) / sum(sizes.values())
     assert mixed, "somebody must come back"
-    found = {int(name.removeprefix("pool.")): context for name, context in server_tensors(done).items()}
+    found = pool_tensors(done)
     assert set(found) == set(pool)
     for client, context in pool.items():
         torch.testing.assert_close(found[client], context, atol=1e-5, rtol=1e-4)
@@ -146,13 +161,13 @@ def test_the_pool_gains_newcomers_and_overwrites_the_rest(settings: Any) -> None
     method = PromptFLAMP(context_tokens=2)
     _, world = runtime_of(settings, method)
     server = Server(world.roles.shared, world.roles.server)
-    assert not server.own
+    assert not server.pool.clients.size
     contexts = [world.roles.shared["context"] + noise_like(world.roles.shared["context"], seed) for seed in range(3)]
     server = method.aggregate(world, server, [Upload(2, {"context": contexts[0]}, 1.0)], weighted_mean)
     uploads = [Upload(0, {"context": contexts[1]}, 0.5), Upload(2, {"context": contexts[2]}, 0.5)]
     server = method.aggregate(world, server, uploads, weighted_mean)
-    assert set(server.own) == {"pool.0", "pool.2"}
-    assert torch.equal(server.own["pool.2"], contexts[2])
+    assert server.pool.clients.tolist() == [0, 2]
+    assert torch.equal(server.pool.rows([2])[0], contexts[2])
     torch.testing.assert_close(server.shared["context"], (contexts[1] + contexts[2]) / 2)
     assert torch.equal(method.download(world, server, 1)["context"], server.shared["context"])
 

@@ -1,0 +1,312 @@
+"""`engine.workers`: the clients of a round shared among processes, with one thread each and the same weights mapped into memory.
+
+A worker has no memory of clients: with a task it is sent what they receive and what they keep, and it sends back their answers
+and what they keep now. So commits and resuming are as without workers, and when one dies another can do its task.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+from fedprompt import errors
+from fedprompt.engines.client import ClientRuntime
+from fedprompt.engines.frames import Frame, Packing, Unpacking, read_frame, write_frame
+from fedprompt.engines.inprocess import Download, InProcess
+from fedprompt.errors import FedpromptError, RunError
+from fedprompt.evaluation.metrics import ClientResult
+from fedprompt.federation.messages import Failure, Reply
+from fedprompt.roles import Tensors
+
+MODULE = "fedprompt.engines.worker"
+LAST_WORDS = 20  #: lines of a worker's standard error that an error quotes
+LONGEST_LINE = 2000
+PATIENCE = 5.0  #: seconds until a process that must end is given up
+AHEAD = 2  #: tasks for each worker that are at hand: the one under way, and the next
+FAMILY = {name: each for name, each in vars(errors).items() if isinstance(each, type)}
+
+
+class WorkerDied(Exception):
+    """A worker is no more; the message says how it ended and what it said last."""
+
+
+class Worker:
+    """One process. It imports when it is started, prepares when it is told the experiment, and then does tasks."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(),
+            process_group=0,  # an interrupt from the keyboard is for this process, which then ends the others
+        )
+        self._ground: list[str] | None = None
+        self._words: deque[str] = deque(maxlen=LAST_WORDS)
+        self._listener = Thread(target=self._pass_on, daemon=True)
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def begin(self, experiment: Frame) -> None:
+        """Tell it which experiment it works for, without waiting for it to be ready."""
+        self._ground = None
+        with suppress(OSError):  # one that died already is noticed when it is asked
+            self._write(experiment)
+
+    def ground(self) -> list[str]:
+        """What its experiment rests on, which it says when it is ready."""
+        if self._ground is None:
+            self._ground = self._read().header["ground"]
+        return self._ground
+
+    def ask(self, question: Frame) -> Frame:
+        """Its answer to one frame. It must have said that it is ready."""
+        try:
+            self._write(question)
+        except OSError:
+            raise self._death() from None
+        return self._read()
+
+    def kill(self) -> None:
+        """There is nothing a worker has to finish or to save."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Let go of a killed one, once nobody reads or writes its pipes any more."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(PATIENCE)
+        self._listener.join(PATIENCE)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+
+    def _write(self, frame: Frame) -> None:
+        assert self._process.stdin is not None
+        write_frame(self._process.stdin, frame)
+
+    def _read(self) -> Frame:
+        assert self._process.stdout is not None
+        answer = read_frame(self._process.stdout)
+        if answer is None:
+            raise self._death()
+        error = answer.header.get("error")
+        if error is None:
+            return answer
+        message = answer.header["message"]
+        raise FAMILY[error](message) if error else RuntimeError(f"in a worker of engine.workers:\n{message}")
+
+    def _death(self) -> WorkerDied:
+        try:
+            code = self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return WorkerDied("gave no answer")
+        self._listener.join(PATIENCE)
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return WorkerDied(how + (f" after it said:\n{''.join(self._words)}".rstrip() if self._words else ""))
+
+    def _pass_on(self) -> None:
+        """What it writes to standard error goes to ours; the last lines are remembered."""
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            for line in iter(lambda: stream.readline(LONGEST_LINE), b""):
+                words = line.decode(errors="replace")
+                self._words.append(words)
+                sys.stderr.write(words)
+
+
+def _environment() -> dict[str, str]:
+    """That of this process, with one thread for each kind of arithmetic and the places this process imports from."""
+    path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Crew:
+    """Some workers, and a thread for each that waits for its answers. A task of one that dies is given to a new one, once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._experiment: Frame | None = None
+        self._ground: list[str] = []
+        self._lock, self._closed = Lock(), False
+        self._threads = ThreadPoolExecutor(size, "worker")
+        self._workers: list[Worker] = []
+        self._free: SimpleQueue[Worker] = SimpleQueue()
+        try:
+            for _ in range(size):
+                self._free.put(self._start())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers]
+
+    def begin(self, experiment: Frame, ground: list[str]) -> None:
+        """Let all workers prepare an experiment, of which this process knows what it rests on."""
+        self._experiment, self._ground = experiment, ground
+        for worker in self._workers:
+            worker.begin(experiment)
+
+    def submit(self, task: Frame) -> Future[Frame]:
+        """Have a task done by whoever is free first."""
+        return self._threads.submit(self._done, task)
+
+    def assert_frozen(self) -> None:
+        """Raise unless the backbone of every worker is what it was."""
+        list(self._threads.map(self._frozen, self._workers))
+
+    def close(self) -> None:
+        """End all workers, whatever they are doing."""
+        with self._lock:
+            self._closed = True
+            for worker in self._workers:
+                worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+    def _frozen(self, worker: Worker) -> None:
+        with suppress(WorkerDied):  # what a dead one had is gone with it
+            self._asked(worker, Frame({"kind": "frozen"}))
+
+    def _done(self, task: Frame) -> Frame:
+        worker = self._free.get()
+        try:
+            try:
+                return self._asked(worker, task)
+            except WorkerDied:
+                worker = self._replaced(worker)
+                return self._asked(worker, task)
+        except WorkerDied as death:
+            clients = ", ".join(str(each["client"]) for each in task.header["clients"])
+            raise FedpromptError(
+                f"engine.workers: two workers in a row failed at a task (for the clients number {clients}); the machine may "
+                f"have too little memory for engine.workers={self.size}. The second one {death}"
+            ) from None
+        finally:
+            self._free.put(worker)
+
+    def _asked(self, worker: Worker, question: Frame) -> Frame:
+        if worker.ground() != self._ground:
+            raise RunError(
+                "engine.workers: weights of the backbone or partition of the data changed while the run began"
+            )
+        return worker.ask(question)
+
+    def _replaced(self, dead: Worker) -> Worker:
+        with self._lock:
+            if self._closed:
+                raise WorkerDied("was no longer needed")
+            self._workers.remove(dead)
+            dead.close()
+            worker = self._start()
+        assert self._experiment is not None
+        worker.begin(self._experiment)
+        return worker
+
+    def _start(self) -> Worker:
+        worker = Worker()
+        self._workers.append(worker)
+        return worker
+
+
+class Workers(InProcess):
+    """The engine in many processes: groups of clients go to whoever is free, and answers come in the order of clients."""
+
+    def __init__(self, runtime: ClientRuntime, crew: Crew, ground: list[str]) -> None:
+        super().__init__(runtime)
+        self._crew = crew
+        crew.begin(Frame({"kind": "begin", "config": _settings(runtime, crew.size)}), ground)
+
+    def survey(self, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]:
+        return self._replies("survey", 0, clients, download)
+
+    def train(self, round: int, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]:
+        return self._replies("train", round, clients, download)
+
+    def evaluate(self, round: int, clients: Sequence[int], download: Download) -> Iterator[tuple[int, ClientResult]]:
+        for answers, _ in self._answers("evaluate", round, clients, download):
+            for each in answers:
+                yield each["client"], ClientResult(**each["result"])
+
+    def group_size(self, clients: int) -> int:
+        return max(1, min(super().group_size(clients), math.ceil(clients / self._crew.size)))
+
+    def _replies(self, kind: str, round: int, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]:
+        for answers, take in self._answers(kind, round, clients, download):
+            for each in answers:
+                client = each["client"]
+                if each["state"] is not None:
+                    self._runtime.states.put(client, take(each["state"]))
+                if "diverged" in each:
+                    yield Failure(client, "finite", each["diverged"])
+                else:
+                    yield Reply(client, round, take(each["upload"]), each["samples"], each["loss"])
+
+    def _answers(
+        self, kind: str, round: int, clients: Sequence[int], download: Download
+    ) -> Iterator[tuple[list[dict[str, Any]], Callable[[dict[str, int]], Tensors]]]:
+        """What the clients of each group have to say, and how to take the tensors they speak of."""
+        pending: deque[Future[Frame]] = deque()
+        try:
+            for group in self._groups(clients):
+                while len(under_way := [each for each in pending if not each.done()]) >= AHEAD * self._crew.size:
+                    wait(under_way, return_when=FIRST_COMPLETED)
+                pending.append(self._crew.submit(self._task(kind, round, group, download)))
+                while pending and pending[0].done():
+                    yield self._opened(pending.popleft().result())
+            while pending:
+                yield self._opened(pending.popleft().result())
+        finally:
+            for each in pending:
+                each.cancel()
+
+    def _task(self, kind: str, round: int, group: Sequence[int], download: Download) -> Frame:
+        """What some clients are to do, with all they receive and keep."""
+        packing, kept = Packing(), bool(self._runtime.world.roles.local)
+        clients = []
+        for client in group:
+            state = self._runtime.states.get(client) if kept else None
+            received = packing.put(download(client))
+            clients.append(
+                {"client": client, "received": received, "state": None if state is None else packing.put(state)}
+            )
+        return Frame({"kind": kind, "round": round, "clients": clients}, packing.to_bytes())
+
+    def _opened(self, answer: Frame) -> tuple[list[dict[str, Any]], Callable[[dict[str, int]], Tensors]]:
+        tensors, device = Unpacking(answer.tensors), self._runtime.world.device
+        return answer.header["clients"], lambda places: {
+            name: tensor.to(device) for name, tensor in tensors.take(places).items()
+        }
+
+
+def _settings(runtime: ClientRuntime, workers: int) -> dict[str, Any]:
+    """The config of a worker: a share of the memory, and the noise of privacy that was found already."""
+    settings = runtime.config.model_dump(mode="json")
+    settings["engine"]["memory_gib"] /= workers
+    if runtime.terms is not None:
+        settings["privacy"].update(noise=runtime.terms.noise, target_epsilon=None)
+    return settings

@@ -1,0 +1,149 @@
+"""The rows of a pool in the run file: read in bounded blocks, written with the round that changed them.
+
+A row is its raw little-endian numbers beside its kind, which says what they are: "F32 16 512" is a tensor of 16 x 512 single-precision
+numbers. All rows of a run have one kind. Memory holds eight bytes for each client in the pool and one block of rows; an approximate
+index, made only when it is asked for, holds about a kilobyte for each.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedprompt.errors import RunError
+from fedprompt.federation.pool_index import PoolIndex
+from fedprompt.federation.store import PoolChange, RunReader
+from fedprompt.pool import BLOCK_BYTES, Pool
+from fedprompt.prompts.neighbours import Block
+from fedprompt.roles import Tensors, stripped
+
+SIZE = re.compile("[1-9][0-9]{0,8}")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+OLD_ROWS = "pool."  #: what a row was called among the server's own tensors in version 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a row is made of."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Kind:
+        name, *sizes = text.split(" ")
+        if name not in DTYPES or not all(SIZE.fullmatch(size) for size in sizes):
+            _damaged(f"have a kind such as 'F32 16 512', got {text[:100]!r}")
+        return cls(DTYPES[name], tuple(int(size) for size in sizes))
+
+    def __str__(self) -> str:
+        return " ".join([NAMES[self.dtype], *map(str, self.shape)])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def packed(row: Tensor) -> tuple[str, bytes]:
+    """Kind and bytes of a row."""
+    return str(Kind(row.dtype, tuple(row.shape))), row.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+class StoredRows:
+    """The rows of a run file, as `fedprompt.pool` wants them, and what a commit needs to know of a pool."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._clients: np.ndarray | None = None
+        self._kind: Kind | None = None
+        self._text = ""
+        self._index = PoolIndex(self, reader.pool_cells)
+
+    def clients(self) -> np.ndarray:
+        if self._clients is None:
+            self._clients = np.array(self._reader.pool_clients(), dtype=np.int64)
+        return self._clients
+
+    def holds(self, client: int) -> bool:
+        known = self.clients()
+        place = int(np.searchsorted(known, client))
+        return place < len(known) and bool(known[place] == client)
+
+    def chosen(self, clients: Sequence[int]) -> dict[int, Tensor]:
+        found = {}
+        for client, text, row in self._reader.pool_chosen([int(client) for client in clients]) if len(clients) else ():
+            kind = self._checked(text, row)
+            found[client] = torch.frombuffer(bytearray(row), dtype=kind.dtype).view(kind.shape)
+        return found
+
+    def blocks(self) -> Iterator[Block]:
+        for block, _ in self.dated_blocks():
+            yield block
+
+    def dated_blocks(self) -> Iterator[tuple[Block, np.ndarray]]:
+        """Blocks, and in which round each of their rows was written. One buffer serves them all."""
+        first = next(self._reader.pool_rows(-1, 1), None) if len(self.clients()) else None
+        if first is None:
+            return
+        kind = self._checked(first[2], first[3])
+        most = max(1, min(BLOCK_BYTES // max(1, kind.nbytes), len(self.clients())))
+        buffer, last = np.empty((most, kind.nbytes), dtype=np.uint8), -1
+        while True:
+            keys, rounds = [], []
+            for place, (client, round, text, row) in enumerate(self._reader.pool_rows(last, most)):
+                self._checked(text, row)
+                if client <= last:
+                    _damaged(f"follow that of client {last}, got that of {client}")
+                buffer[place] = np.frombuffer(row, dtype=np.uint8)
+                keys.append(client)
+                rounds.append(round)
+                last = client
+            if not keys:
+                return
+            rows = torch.from_numpy(buffer[: len(keys)]).view(kind.dtype)
+            yield Block(np.array(keys, dtype=np.int64), rows), np.array(rounds, dtype=np.int64)
+
+    def _checked(self, text: str, row: bytes) -> Kind:
+        """The one kind of the rows; what does not fit it is damage."""
+        if self._kind is None:
+            self._kind, self._text = Kind.parse(text), text
+        if text != self._text or len(row) != self._kind.nbytes:
+            _damaged(f"be {self._kind.nbytes} bytes of kind {self._text!r}, got {len(row)} of {text[:100]!r}")
+        return self._kind
+
+    def shortlists(self, own: Mapping[int, Tensor], count: int) -> dict[int, list[int]]:
+        return self._index.shortlists(own, count)
+
+    def change(self, pool: Pool) -> PoolChange:
+        """What a commit has to write of a pool over these rows."""
+        return PoolChange({client: packed(row) for client, row in pool.pending.items()}, self._index.unstored)
+
+    def committed(self, pool: Pool) -> Pool:
+        """The pool after its pending rows were written."""
+        if pool.pending:
+            new = np.fromiter(pool.pending, dtype=np.int64)
+            self._clients = np.union1d(self.clients(), new)
+            self._index.changed(new, torch.stack(list(pool.pending.values())).reshape(len(new), -1))
+        self._index.unstored = None
+        return Pool(self)
+
+
+def open_pool(reader: RunReader, own: Tensors) -> tuple[Pool, Tensors]:
+    """The pool of a run file, and the server's other tensors. Version 1 kept the rows among them."""
+    if reader.version >= 2:
+        return Pool(StoredRows(reader)), own
+    old = {name: row for name, row in stripped(OLD_ROWS, own).items() if name.isdecimal()}
+    rest = {name: row for name, row in own.items() if name.removeprefix(OLD_ROWS) not in old}
+    return Pool().with_rows({int(name): row for name, row in old.items()}), rest
+
+
+def _damaged(rule: str) -> NoReturn:
+    raise RunError(f"stored pool is damaged: a row must {rule}")

@@ -1,0 +1,264 @@
+"""Clients as one batch: stacking, filling up, the size of a batch, and that one client cannot disturb another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import experiment, local_tensors, run, shared_tensors
+
+import fedprompt.engines.local_training as local_training
+from fedprompt.engines import folding
+from fedprompt.engines.folding import ENOUGH_ROWS, MOST_CLIENTS, FoldSize, Together, alike, fill_up, image_axes
+from fedprompt.engines.local_training import batches, timetable
+from fedprompt.errors import ConfigError, DivergenceError
+from fedprompt.federation.states import ClientStates
+from fedprompt.method import Batch, Method, Prompts, Seen, World
+from fedprompt.methods.fedvpt import FedVPT
+from fedprompt.methods.pfedbayespt import PFedBayesPT
+from fedprompt.prompts.contexts import TextContext
+from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.roles import Tensors
+from fedprompt.run import Run
+
+pytestmark = pytest.mark.unit
+
+WORLD = World(8, 2, 5, 4, ("cat", "ox", "fly"), ("a", "b"))
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_what_clients_have_in_common_is_not_stacked_unless_it_is_trained() -> None:
+    same, own = torch.ones(2), [torch.zeros(3), torch.ones(3)]
+    each = [{"same": same.detach(), "trained": same.detach(), "own": own[client]} for client in range(2)]
+    together = Together.of(each, ["trained"])
+    assert set(together.common) == {"same"}
+    assert {name: tuple(tensor.shape) for name, tensor in together.stacked.items()} == {
+        "trained": (2, 2),
+        "own": (2, 3),
+    }
+    for client in range(2):
+        found = together.of_client(client)
+        assert set(found) == set(each[client])
+        assert all(torch.equal(found[name], tensor) for name, tensor in each[client].items())
+
+
+def test_equal_numbers_in_two_places_are_not_taken_for_one_tensor() -> None:
+    """Whether tensors are common is seen without reading them; a part of a tensor is not the whole."""
+    whole = torch.arange(6.0)
+    assert not Together.of([{"x": torch.ones(2)}, {"x": torch.ones(2)}]).common
+    assert not Together.of([{"x": whole[:4].view(2, 2)}, {"x": whole[:4].view(2, 2).T}]).common
+
+
+def test_changes_of_the_first_clients_leave_the_others_as_they_are() -> None:
+    together = Together.of([{"x": torch.full((1,), float(client))} for client in range(3)])
+    changed = together.changed({"x": torch.tensor([[7.0], [8.0]])})
+    assert changed.stacked["x"].flatten().tolist() == [7.0, 8.0, 2.0]
+    assert together.first(2).changed({"new": torch.ones(2, 1)}).of_client(1)["new"].item() == 1.0
+
+
+@pytest.mark.parametrize("other", [{"y": torch.zeros(2)}, {"x": torch.zeros(3)}, {"x": torch.zeros(2).double()}])
+def test_clients_with_other_names_shapes_or_precision_are_not_alike(other: Tensors) -> None:
+    assert alike({"x": torch.zeros(2)}) == alike({"x": torch.ones(2)})
+    assert alike({"x": torch.zeros(2)}) != alike(other)
+
+
+@given(
+    count=st.integers(1, 40),
+    size=st.integers(1, 16),
+    epochs=st.integers(1, 3),
+    steps=st.one_of(st.none(), st.integers(1, 5)),
+)
+def test_batches_are_those_of_a_plain_loop(count: int, size: int, epochs: int, steps: int | None) -> None:
+    order = seeded()
+    plain = [part for _ in range(epochs) for part in torch.randperm(count, generator=order).split(size)][:steps]
+    positions, sizes = batches(count, size, epochs, steps, seeded())
+    assert sizes == [len(part) for part in plain]
+    for row, part in zip(positions, plain, strict=True):
+        assert row[: len(part)].tolist() == part.tolist()
+        assert set(row.tolist()) <= set(range(count))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Images as a timetable sees them."""
+
+    indices: np.ndarray
+    labels: torch.Tensor
+
+
+def test_a_timetable_knows_which_images_count_and_who_is_done() -> None:
+    images: Any = [
+        Held(np.arange(10, 15), torch.arange(5)),
+        Held(np.arange(20, 22), torch.arange(2)),
+    ]
+    table = timetable(images, [batches(5, 2, 1, None, seeded(1)), batches(2, 2, 1, None, seeded(2))])
+    assert table.steps == 3
+    assert [table.now(step) for step in range(3)] == [[2, 2], [2], [1]]
+    seen = [table.indices[0, step, place].item() for step in range(3) for place in range(table.now(step)[0])]
+    assert sorted(seen) == list(range(10, 15))
+    assert torch.equal(table.labels[0] + 10, table.indices[0])
+    assert sorted(table.indices[1, 0].tolist()) == [20, 21]
+
+
+@dataclass(frozen=True)
+class Noisy(Method):
+    """Draws with the images on the first, the last and a repeated axis, and one draw without images."""
+
+    def noise(self, world: World, size: int, training: bool, generator: torch.Generator) -> Tensors:
+        shapes = {"first": (size, 2), "last": (3, size), "repeated": (4 * size, 2), "none": (2,)}
+        return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_the_axis_of_the_images_is_found_and_filled_up() -> None:
+    axes = image_axes(Noisy(), WORLD, True)
+    assert axes == {"first": (0, 1), "last": (1, 1), "repeated": (0, 4)}
+    few, many = (Noisy().noise(WORLD, size, True, seeded(size)) for size in (2, 3))
+    filled = fill_up([few, many], [2, 3], axes)
+    assert {name: tuple(tensor.shape) for name, tensor in filled.items()} == {
+        "first": (2, 3, 2),
+        "last": (2, 3, 3),
+        "repeated": (2, 12, 2),
+        "none": (2, 2),
+    }
+    assert torch.equal(filled["first"][0, :2], few["first"])
+    assert torch.equal(filled["last"][0, :, :2], few["last"])
+    assert torch.equal(filled["repeated"][0].view(4, 3, 2)[:, :2], few["repeated"].view(4, 2, 2))
+    for name, tensor in many.items():
+        assert torch.equal(filled[name][1], tensor)
+
+
+@dataclass(frozen=True)
+class Asks(Method):
+    """Inserts so many tokens, so often, and speaks so many contexts."""
+
+    tokens: int = 0
+    draws: int = 1
+    contexts: int = 0
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        slots = (VisionPrompt(torch.zeros(1, self.tokens, world.width), (0,)),)
+        text = {str(number): TextContext(torch.zeros(4, 8)) for number in range(self.contexts)}
+        return Prompts(vision=slots, repeat=self.draws, text=text)
+
+
+@pytest.mark.parametrize(
+    ("method", "images", "expected"),
+    [
+        (Asks(), 32, MOST_CLIENTS),
+        (Asks(tokens=3), 32, ENOUGH_ROWS // (32 * 8)),
+        (Asks(tokens=3, draws=2), 32, ENOUGH_ROWS // (2 * 32 * 8)),
+        (Asks(tokens=3), 1000, 1),
+        (Asks(contexts=2), 32, ENOUGH_ROWS // (2 * 3 * 10)),
+    ],
+)
+def test_clients_are_folded_until_a_pass_has_enough_rows(method: Method, images: int, expected: int) -> None:
+    image = Batch(torch.zeros(1, dtype=torch.long))
+    assert FoldSize(WORLD, "auto").of(method, {}, image, images) == min(expected, MOST_CLIENTS)
+    assert FoldSize(WORLD, 5).of(method, {}, image, images) == 5
+
+
+def test_a_cohort_really_runs_as_one_batch(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded = []
+    real = folding.losses_together
+
+    def watched(step: Method, world: World, params: Together, *rest: Any) -> torch.Tensor:
+        losses = real(step, world, params, *rest)
+        folded.append(len(losses))
+        return losses
+
+    monkeypatch.setattr(local_training, "losses_together", watched)
+    run(settings(engine={"cohort": 4}, federation={"rounds": 1}), FedVPT(prompt_tokens=2))
+    assert set(folded) == {4}
+    folded.clear()
+    run(settings(name="alone", engine={"cohort": 1}, federation={"rounds": 1}), FedVPT(prompt_tokens=2))
+    assert folded == []
+
+
+@dataclass(frozen=True)
+class OneGoesAstray(FedVPT):
+    """The head of the first client grows beyond all numbers."""
+
+    def begin(self, world: World, client: Any, received: Tensors, local: Tensors) -> Tensors:
+        params = super().begin(world, client, received, local)
+        return {**params, "astray": torch.tensor(float("inf") if client.index == 0 else 1.0)}
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> torch.Tensor:
+        return super().logits(world, params, seen, batch, noise) * params["astray"]
+
+
+def test_a_client_that_goes_astray_does_not_disturb_those_beside_it(settings: Any) -> None:
+    (first, *rest), (same, *others) = (replies(settings(engine={"cohort": cohort})) for cohort in (1, 4))
+    assert isinstance(first, DivergenceError)
+    assert isinstance(same, DivergenceError)
+    assert str(first) == str(same)
+    for reply, other in zip(rest, others, strict=True):
+        assert reply.loss == pytest.approx(other.loss, rel=1e-5)
+        for name, tensor in reply.upload.items():
+            torch.testing.assert_close(tensor, other.upload[name], atol=1e-5, rtol=1e-5)
+
+
+def replies(values: Any) -> list[Any]:
+    """What four clients of which one goes astray answer in round 1."""
+    made = experiment(values, OneGoesAstray(prompt_tokens=2))
+    source, manifest, backbone, world = made.prepare()
+    bank = made.bank(source, manifest, backbone)
+    runtime = made.client_runtime(source, world, bank, ClientStates(lambda client: None))
+    return list(runtime.train_together(1, dict.fromkeys(range(4), world.roles.shared)))
+
+
+@pytest.mark.parametrize("kind", ["label_flip", "free_rider", "sign_flip"])
+def test_malicious_clients_do_the_same_in_a_cohort(kind: str, settings: Any) -> None:
+    alone, together = (
+        run(
+            settings(name=f"by{cohort}", engine={"cohort": cohort}, attack={"kind": kind, "fraction": 0.5}),
+            FedVPT(prompt_tokens=2),
+        )
+        for cohort in (1, 4)
+    )
+    assert_near(alone, together)
+
+
+@pytest.mark.parametrize("noise_at", ["step", "client"])
+def test_private_clients_draw_the_same_noise_in_a_cohort(noise_at: str, settings: Any) -> None:
+    private = {"noise_at": noise_at, "noise": 0.1, "clip": 0.5}
+    alone, together = (
+        run(settings(name=f"by{cohort}", engine={"cohort": cohort}, privacy=private), FedVPT(prompt_tokens=2))
+        for cohort in (1, 4)
+    )
+    assert_near(alone, together)
+
+
+@pytest.mark.parametrize("at", ["global", "after_local"])
+def test_clients_are_tested_alike_wherever_they_are_tested(at: str, settings: Any) -> None:
+    alone, together = (
+        run(
+            settings(name=f"by{cohort}", engine={"cohort": cohort}, federation={"rounds": 1, "evaluate_at": at}),
+            PFedBayesPT(prompt_tokens=2),
+        )
+        for cohort in (1, 4)
+    )
+    for client, result in alone.reader.evaluations(1).items():
+        assert result["nll"] == pytest.approx(together.reader.evaluations(1)[client]["nll"], rel=1e-4)
+
+
+@pytest.mark.parametrize("value", [0, -1, "many", 2.5])
+def test_a_cohort_is_a_number_or_auto(value: Any, settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.cohort"):
+        experiment(settings(engine={"cohort": value}))
+
+
+def assert_near(alone: Run, together: Run) -> None:
+    for found, expected in [
+        (shared_tensors(together), shared_tensors(alone)),
+        *((local_tensors(together, client), local_tensors(alone, client)) for client in range(4)),
+    ]:
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,95 @@
+"""The parts of the speed benchmark that decide: what is counted, what is refused, what the table says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.unit
+
+SPEED = Path(__file__).resolve().parents[2] / "benchmarks" / "speed"
+ANSWERS = """
+import json, sys
+for number, _ in enumerate(sys.stdin):
+    print(json.dumps({"number": number}), flush=True)
+"""
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The driver, imported as its own directory sees it."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(SPEED))
+    import bench
+
+    yield bench
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("bench", "peers", "toy"):
+            del sys.modules[name]
+
+
+def test_a_target_is_met_on_the_right_side_of_its_bound(bench: ModuleType) -> None:
+    assert bench.Row("", figure=3.0, target=3.0).met
+    assert not bench.Row("", figure=2.99, target=3.0).met
+    assert bench.Row("", figure=1.0, target=1.0, at_most=True).met
+    assert not bench.Row("", figure=1.01, target=1.0, at_most=True).met
+    assert bench.Row("", figure=1.0).met is None
+    assert bench.Row("", target=1.0).met is None
+
+
+def test_a_row_that_could_not_be_measured_says_why(bench: ModuleType) -> None:
+    lines = bench.table(
+        [bench.Row("a round", "1 ms", "4 ms", 4.0, target=3.0), bench.Row("b", target=4.0, why="no net")]
+    )
+    assert "4 x" in lines.splitlines()[2]
+    assert ">= 3 x, met" in lines.splitlines()[2]
+    assert "(no net)" in lines.splitlines()[3]
+    assert "met" not in lines.splitlines()[3]
+
+
+def test_sides_that_learned_different_things_are_not_compared(bench: ModuleType) -> None:
+    bench.require_same_result([{"accuracy": 0.46}], [{"accuracy": 0.47}, {}])
+    with pytest.raises(bench.Unavailable, match=r"0\.400 are right, 0\.460 of ours"):
+        bench.require_same_result([{"accuracy": 0.46}], [{"accuracy": 0.46}, {"accuracy": 0.40}])
+
+
+def test_workers_take_turns_and_their_first_answer_does_not_count(bench: ModuleType) -> None:
+    command = [sys.executable, "-c", ANSWERS]
+    found = bench.take_turns({"a": command, "b": command}, 2, {})
+    assert found == {name: [{"number": 1}, {"number": 2}] for name in ("a", "b")}
+
+
+def test_a_worker_that_breaks_is_told_by_its_last_words(bench: ModuleType) -> None:
+    with pytest.raises(bench.Unavailable, match="no such toy"):
+        bench.take_turns({"a": [sys.executable, "-c", "raise SystemExit('no such toy')"]}, 1, {})
+
+
+def test_what_a_worker_leaves_behind_is_ended(bench: ModuleType) -> None:
+    import peers
+
+    sleeper = "import subprocess; subprocess.Popen(['sleep', '300'], stdout=2)"
+    with peers.Worker([sys.executable, "-c", sleeper + ANSWERS]) as worker:
+        worker.ask()
+        assert len(peers.marked(worker._mark)) == 2
+    assert peers.marked(worker._mark) == []
+
+
+def test_the_toy_job_is_the_same_for_all_who_read_it(bench: ModuleType, tmp_path: Path) -> None:
+    from toy import job
+
+    job.write(tmp_path / "a.npz")
+    job.write(tmp_path / "b.npz")
+    one, other = job.read(str(tmp_path / "a.npz")), job.read(str(tmp_path / "b.npz"))
+    assert one.inputs.shape == (100, 128, 32)
+    assert torch.equal(one.inputs, other.inputs)
+    assert torch.equal(one.labels, other.labels)
+    model = job.network()
+    model.load_state_dict(job.to_modules(one.start))
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(one.inputs.flatten(0, 1)), one.labels.flatten())
+    assert one.score(job.from_modules(model.state_dict()))["loss"] == pytest.approx(float(expected), abs=1e-6)
