@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.inprocess import InProcess
+from fedprompt.engines.local_training import Trained
 from fedprompt.experiment import Experiment
 from fedprompt.federation import wire
 from fedprompt.federation.pool import StoredRows
 from fedprompt.federation.rounds import Observer
-from fedprompt.method import Method
+from fedprompt.method import Method, Progress, Stage
 from fedprompt.roles import Tensors
 from fedprompt.run import Run
 
@@ -83,6 +88,34 @@ def local_tensors(run: Run, client: int) -> Tensors:
     blob = run.reader.client_state(client)
     assert blob is not None
     return wire.decode(blob)
+
+
+@cache
+def throwaway_cache() -> Path:
+    """A cache for tests that are not about caching; it is gone when the process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="fedprompt-tests-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def fitting_stages(runtime: ClientRuntime, client: int) -> tuple[Stage, ...]:
+    """What a client does with the parameters it predicts with before it is evaluated."""
+    return runtime._newcoming if client in runtime.world.newcomers else runtime._adapting
+
+
+def trained_alone(
+    runtime: ClientRuntime,
+    stages: Sequence[Stage],
+    params: Tensors,
+    round: int,
+    client: int,
+    purpose: str = "",
+    fitting: bool = False,
+) -> tuple[Tensors, Progress]:
+    """What some stages make of one client's parameters."""
+    result = runtime._trained(stages, {client: params}, round, purpose, fitting)[client]
+    assert isinstance(result, Trained), result
+    return result.params, result.progress
 
 
 def worst_difference(first: Tensors, second: Tensors) -> float:

@@ -339,7 +339,9 @@ class Method:
         return probabilities(self.logits(world, params, seen, batch, noise)).unsqueeze(0)
 
     def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
-        """Numbers about one evaluated batch that tell how the method works, such as where its attention goes; the engine averages them."""
+        """Numbers that tell how the method works, such as where its attention goes: one for all images of a batch, or one for each (B,).
+        The engine averages them.
+        """
         return {}
 
 

@@ -13,11 +13,13 @@ A method declares its tensors once, in `Roles`; `federation.wire` holds every me
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fedprompt.errors import ContractError
@@ -66,8 +68,28 @@ class Roles:
             if minima.setdefault(statistic.count, statistic.minimum) != statistic.minimum:
                 raise ContractError(f"statistics counted by {statistic.count!r} must have one minimum, got several")
 
-    def statistics(self, when: str) -> dict[str, Statistic]:
-        return {name: statistic for name, statistic in self.stat.items() if statistic.when == when}
+    def statistics(self, when: str) -> Mapping[str, Statistic]:
+        return self._statistics[when]
+
+    def uploaded(self, when: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and precision of everything that goes up."""
+        return self._uploaded[when]
+
+    @cached_property
+    def _statistics(self) -> dict[str, dict[str, Statistic]]:
+        return {
+            when: {name: statistic for name, statistic in self.stat.items() if statistic.when == when}
+            for when in ("start", "round")
+        }
+
+    @cached_property
+    def _uploaded(self) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+        shared = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.shared.items()}
+        counted = {
+            when: {name: (statistic.shape, torch.float32) for name, statistic in found.items()}
+            for when, found in self._statistics.items()
+        }
+        return {"start": counted["start"], "round": {**shared, **counted["round"]}}
 
 
 def pick(tensors: Tensors, names: Iterable[str]) -> Tensors:

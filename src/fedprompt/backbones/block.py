@@ -14,12 +14,13 @@ from torch import Tensor
 from fedprompt.backbones import layers
 from fedprompt.backbones.layers import Weights
 from fedprompt.backbones.shape import ViTShape
+from fedprompt.prompts.insertion import spread
 
 Block = Callable[[Weights, ViTShape, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
 def run_block(weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive: Sequence[Tensor]) -> list[Tensor]:
-    """The live pieces (B, R, d) behind the block whose weights these are. Passive ones may have batch size 1."""
+    """The live pieces (B, R, d) behind the block whose weights these are. Passive ones may stand for runs of samples (`spread`)."""
     passive = [rows for rows in passive if rows.shape[1]]
     x = torch.cat(list(live), dim=1) if len(live) > 1 else live[0]
     rows = x.shape[1]
@@ -41,7 +42,7 @@ def _many_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[T
     for rows in passive:
         normed = layers.norm(weights, "norm1", rows, shape.norm_eps)
         pair = list(layers.split_heads(F.linear(normed, weight[shape.width :], bias[shape.width :]), shape.heads, 2))
-        pairs.append([part.expand(len(x), -1, -1, -1) for part in pair])
+        pairs.append([spread(part, len(x)) for part in pair])
     key, value = (torch.cat(parts, dim=2) if passive else parts[0] for parts in zip(*pairs, strict=True))
     return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
@@ -52,7 +53,7 @@ def _few_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[Te
     A score is q'(K n + k) = (K'q)'n + q'k, where q'k is the same for all rows and so nothing to the softmax; and with weights a that sum
     to 1, the sum of a (V n + v) is V (the sum of a n) + v.
     """
-    everybody = torch.cat([x, *(rows.expand(len(x), -1, -1) for rows in passive)], dim=1)
+    everybody = torch.cat([x, *(spread(rows, len(x)) for rows in passive)], dim=1)
     normed = layers.norm(weights, "norm1", everybody, shape.norm_eps)
     to_query, to_key, to_value = weights["attention.in.weight"].unflatten(0, (3, shape.heads, -1))  # (h, d / h, d)
     query_bias, _, value_bias = weights["attention.in.bias"].chunk(3)

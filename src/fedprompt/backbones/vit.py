@@ -30,7 +30,7 @@ from fedprompt.backbones.block import Block, run_block
 from fedprompt.backbones.compiled import CompiledBlock
 from fedprompt.backbones.shape import CHANNELS, ViTShape, block_tensors
 from fedprompt.errors import BackboneError, ContractError, broken
-from fedprompt.prompts.insertion import VisionPrompt, check_prompt, enter, leaves
+from fedprompt.prompts.insertion import VisionPrompt, check_prompt, enter, leaves, spread
 
 __all__ = ["READS", "ViT", "ViTShape"]
 
@@ -143,7 +143,7 @@ class ViT:
                 break
             slots = [self._enter(prompt, rows, block) for prompt, rows in zip(prompts, slots, strict=True)]
             stay = [not leaves(prompt, block) for prompt in prompts]
-            live = [main, *(rows.expand(batch, -1, -1) for rows, s in zip(slots, stay, strict=True) if s)]
+            live = [main, *(spread(rows, batch) for rows, s in zip(slots, stay, strict=True) if s)]
             passive = [rows for rows, s in zip(slots, stay, strict=True) if not s]
             main, *kept = self._block(block, live, passive)
             slots = [kept.pop(0) if s else rows[:, :0] for rows, s in zip(slots, stay, strict=True)]
@@ -203,7 +203,7 @@ class ViT:
         rows, passive = {"cls": cls, "patches": patches}, [extra]
         if "prompts" in reads:
             gone = [leaves(prompt, block) for prompt in prompts]
-            stay = [slot.expand(len(main), -1, -1) for slot, g in zip(slots, gone, strict=True) if not g]
+            stay = [spread(slot, len(main)) for slot, g in zip(slots, gone, strict=True) if not g]
             rows["prompts"] = torch.cat([main[:, :0], *stay], dim=1)
             passive += [slot for slot, g in zip(slots, gone, strict=True) if g]
         else:
@@ -215,7 +215,7 @@ class ViT:
         return seen | {"cls": seen["cls"].squeeze(1)} if "cls" in seen else seen
 
     def _block(self, block: int, live: list[Tensor], passive: list[Tensor]) -> list[Tensor]:
-        """The live pieces behind a block. Passive ones may have batch size 1."""
+        """The live pieces behind a block. Passive ones may stand for runs of samples."""
         prefix = f"blocks.{self.stem + block}."
         weights = {name: self.weights[prefix + name] for name in block_tensors(self.shape)}
         with layers.precision(self.autocast, self.device):

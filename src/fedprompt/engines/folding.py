@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import changes_images, first_block, inserted, speak
+from fedprompt.engines.images import ImageBank, Images
+from fedprompt.engines.step import changes_images, first_block, inserted, make_batch, speak
 from fedprompt.method import Batch, Method, Prompts, Seen, World
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Tensors
@@ -118,6 +118,13 @@ class Folded:
         """One client's part, inside a mapped function."""
         return Batch(images["labels"], features, images.get("weights"), self.training)
 
+    def of_client(self, place: int) -> Batch:
+        """One client's part, with what fills it up."""
+        return self.batch(
+            {name: tensor[place] for name, tensor in self.images.items()},
+            {name: tensor[place] for name, tensor in self.features.items()},
+        )
+
 
 def over_clients(function: Callable[..., Any], *groups: Tensors) -> Any:
     """`torch.func.vmap` of a function of dictionaries. They are handed over flat, because walking through nested ones costs
@@ -141,15 +148,16 @@ def look_together(step: Method, world: World, params: Together, bank: ImageBank,
         found = {
             name: bank.features(name, folded.indices.flatten()).unflatten(0, (clients, size)) for name in step.reads
         }
-        repeated = {name: value.repeat(1, plan.repeat, *[1] * (value.dim() - 2)) for name, value in found.items()}
-        return Seen(**repeated, text=text, extra=extra)
+        if plan.repeat > 1:
+            found = {name: value.repeat(1, plan.repeat, *[1] * (value.dim() - 2)) for name, value in found.items()}
+        return Seen(**found, text=text, extra=extra)
     start = first_block(plan)
     tokens = bank.tokens(folded.indices.flatten(), start)
     if plan.repeat > 1:
         tokens = tokens.unflatten(0, (clients, size)).repeat(1, plan.repeat, 1, 1).flatten(0, 1)
 
     def later(cls: Tensor) -> list[VisionPrompt]:
-        joining, more, asked = _asked_later(step, world, params, folded, cls, plan.repeat)
+        joining, more, asked = _asked_later(step, world, params, folded, cls)
         extra.update(more)
         return _folded(joining, asked)
 
@@ -180,11 +188,7 @@ def predictions_together(method: Method, world: World, params: Together, seen: S
 def _read_out(
     read: Callable[[Tensors, Seen, Batch, Tensors], Tensor], params: Together, seen: Seen, folded: Folded
 ) -> Tensor:
-    rows = {
-        name: value
-        for name in ("cls", "patches", "prompts", "image", "image_patches")
-        if (value := getattr(seen, name)) is not None and value.numel()
-    }
+    rows = _rows_of(seen)
 
     def answer(
         own: Tensors, rows: Tensors, text: Tensors, extra: Tensors, images: Tensors, features: Tensors, noise: Tensors
@@ -195,6 +199,19 @@ def _read_out(
     groups = (params.stacked, rows, seen.text, seen.extra, folded.images, folded.features, folded.noise)
     found: Tensor = over_clients(answer, *groups)
     return found
+
+
+def seen_by(seen: Seen, place: int) -> Seen:
+    """What one client has seen."""
+    rows, text, extra = (
+        {name: tensor[place] for name, tensor in group.items()} for group in (_rows_of(seen), seen.text, seen.extra)
+    )
+    return Seen(**rows, text=text, extra=extra)
+
+
+def _rows_of(seen: Seen) -> Tensors:
+    names = ("cls", "patches", "prompts", "image", "image_patches")
+    return {name: value for name in names if (value := getattr(seen, name)) is not None and value.numel()}
 
 
 def _asked(
@@ -214,14 +231,14 @@ def _asked(
         contexts = {name: context.tokens for name, context in given.text.items()}
         if given.weights:
             raise NotFoldable
-        return _per_row(inserted(given.vision), given.repeat * len(batch.labels)), contexts, given.extra
+        return _tokens(inserted(given.vision)), contexts, given.extra
 
     slots, contexts, extra = over_clients(ask, params.stacked, folded.images, folded.features, folded.noise)
     return plans[0], slots, contexts, dict(extra)
 
 
 def _asked_later(
-    step: Method, world: World, params: Together, folded: Folded, cls: Tensor, repeat: int
+    step: Method, world: World, params: Together, folded: Folded, cls: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensors, tuple[VisionPrompt, ...]]:
     plans: list[Prompts] = []
 
@@ -231,22 +248,29 @@ def _asked_later(
         batch = folded.batch(images, features)
         given = step.later(world, {**params.common, **own}, rows["cls"], batch, noise)
         plans.append(given)
-        return _per_row(inserted(given.vision), repeat * len(batch.labels)), given.extra
+        return _tokens(inserted(given.vision)), given.extra
 
     rows = {"cls": cls.unflatten(0, (len(folded.labels), -1))}
     joining, extra = over_clients(ask, params.stacked, rows, folded.images, folded.features, folded.noise)
     return joining, extra, inserted(plans[0].vision)
 
 
-def _per_row(slots: Sequence[VisionPrompt], rows: int) -> tuple[Tensor, ...]:
-    """The tokens of each slot for every row: (rows, blocks, n, d)."""
-    return tuple(
-        slot.tokens if slot.tokens.dim() == 4 else slot.tokens.expand(rows, *slot.tokens.shape) for slot in slots
-    )
+def _tokens(slots: Sequence[VisionPrompt]) -> tuple[Tensor, ...]:
+    """The tokens of each slot: one set for all rows of a client (1, blocks, n, d), or one for each of them."""
+    return tuple(slot.tokens if slot.tokens.dim() == 4 else slot.tokens.unsqueeze(0) for slot in slots)
 
 
 def _folded(tokens: Sequence[Tensor], slots: Sequence[VisionPrompt]) -> list[VisionPrompt]:
     return [replace(slot, tokens=each.flatten(0, 1)) for each, slot in zip(tokens, slots, strict=True)]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a step asks of the backbone."""
+
+    per_image: int  #: tokens that go through it for every image
+    per_client: int  #: and for every client on top of that
+    features: tuple[str, ...]  #: what it reads of the images, by the names of `ImageBank.prefetch`
 
 
 class FoldSize:
@@ -257,34 +281,38 @@ class FoldSize:
 
     def __init__(self, world: World, asked: int | Literal["auto"]) -> None:
         self._world, self._asked = world, asked
-        self._known: list[tuple[Method, int, int]] = []
+        self._known: list[tuple[Method, Demand]] = []
 
     @property
     def most(self) -> int:
         """Clients whose parameters are held at the same time."""
         return MOST_CLIENTS if self._asked == "auto" else self._asked
 
-    def of(self, step: Method, params: Tensors, image: Batch, images: int) -> int:
-        """For batches of so many images, given one client's parameters and one of its images."""
+    def of(self, demand: Demand, batch: int) -> int:
+        """For batches of so many images."""
         if self._asked != "auto":
             return self._asked
-        per_image, per_client = self._rows(step, params, image)
-        return max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, per_image * images + per_client)))
+        return max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, demand.per_image * batch + demand.per_client)))
 
-    def _rows(self, step: Method, params: Tensors, image: Batch) -> tuple[int, int]:
-        """Tokens that go through the backbone for every image, and for every client on top of that."""
-        for known, per_image, per_client in self._known:
+    def demand(self, step: Method, params: Tensors, images: Images, training: bool) -> Demand:
+        """Found out once for each step, with one client's parameters and an image of it."""
+        for known, demand in self._known:
             if known == step:
-                return per_image, per_client
+                return demand
         world = self._world
-        noise = world.placed(step.noise(world, 1, image.training, torch.Generator().manual_seed(0)))
+        image = make_batch(step, images, torch.zeros(1, dtype=torch.long), training)
+        noise = world.placed(step.noise(world, 1, training, torch.Generator().manual_seed(0)))
         with torch.no_grad():
             given = step.prompts(world, params, image, noise)
         tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
-        per_image = given.repeat * tokens if changes_images(given, step.reads) else 0
-        per_client = sum(world.classes * (context.tokens.shape[-2] + NAME_TOKENS) for context in given.text.values())
-        self._known.append((step, per_image, per_client))
-        return per_image, per_client
+        passes = changes_images(given, step.reads)
+        found = Demand(
+            per_image=given.repeat * tokens if passes else 0,
+            per_client=sum(world.classes * (context.tokens.shape[-2] + NAME_TOKENS) for context in given.text.values()),
+            features=(*step.needs, *((f"tokens:{first_block(given)}",) if passes else step.reads)),
+        )
+        self._known.append((step, found))
+        return found
 
 
 def fill_up(noise: Sequence[Tensors], sizes: Sequence[int], axes: Mapping[str, tuple[int, int]]) -> Tensors:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,7 +29,7 @@ from fedprompt.engines.folding import (
     over_clients,
 )
 from fedprompt.engines.images import ImageBank, Images
-from fedprompt.engines.step import learning_rate, local_factor, make_batch, sgd_step, step_loss
+from fedprompt.engines.step import learning_rate, local_factor, sgd_step, step_loss
 from fedprompt.errors import ContractError, DivergenceError
 from fedprompt.method import Method, Progress, Stage, World
 from fedprompt.roles import Tensors
@@ -80,22 +81,30 @@ def batches(count: int, size: int, epochs: int, steps: int | None, order: torch.
     Every epoch has a new random order; what fills up its last batch are images from its beginning.
     """
     width, missing = min(size, count), -count % size if count > size else 0
-    rows = []
-    for _ in range(epochs):
-        drawn = torch.randperm(count, generator=order)
-        rows.append(torch.cat([drawn, drawn[:1].expand(missing)]).view(-1, width))
-    each = [width] * (len(rows[0]) - 1) + [width - missing]
-    return torch.cat(rows)[:steps], (each * epochs)[:steps]
+    drawn = [torch.randperm(count, generator=order) for _ in range(epochs)]
+    if missing:
+        drawn = [torch.cat([each, each[:1].expand(missing)]) for each in drawn]
+    rows = (drawn[0] if epochs == 1 else torch.cat(drawn)).view(-1, width)
+    sizes = ([width] * (len(rows) // epochs - 1) + [width - missing]) * epochs
+    return rows[:steps], sizes[:steps]
 
 
 def timetable(images: Sequence[Images], plans: Sequence[tuple[Tensor, list[int]]]) -> Timetable:
     longest, width = (max(positions.shape[axis] for positions, _ in plans) for axis in (0, 1))
-    places = torch.stack(
-        [F.pad(each, (0, width - each.shape[1], 0, longest - len(each))) for each, _ in plans]
-    )  # 0 is an image too
-    indices = torch.stack([torch.from_numpy(own.indices)[place] for own, place in zip(images, places, strict=True)])
-    labels = torch.stack([own.labels[place.to(own.labels.device)] for own, place in zip(images, places, strict=True)])
-    return Timetable(places, indices, labels, [sizes for _, sizes in plans])
+    places = torch.stack([_filled_up(positions, longest, width) for positions, _ in plans])
+    before = np.cumsum(
+        [0, *(len(own) for own in images[:-1])]
+    )  # all clients' images in one row, to look them up at once
+    everywhere = places + torch.from_numpy(before).view(-1, 1, 1)
+    indices = torch.from_numpy(np.concatenate([own.indices for own in images]))[everywhere]
+    labels = torch.cat([own.labels for own in images])
+    return Timetable(places, indices, labels[everywhere.to(labels.device)], [sizes for _, sizes in plans])
+
+
+def _filled_up(positions: Tensor, steps: int, width: int) -> Tensor:
+    """A plan of that size; what is added is a client's first image, which does not count."""
+    lacking = steps - positions.shape[0], width - positions.shape[1]
+    return F.pad(positions, (0, lacking[1], 0, lacking[0])) if any(lacking) else positions
 
 
 @dataclass(frozen=True)
@@ -191,11 +200,15 @@ class LocalTraining:
         clients = sorted(plans, key=lambda client: -len(plans[client][1]))
         rounds = self.config.federation.rounds
         rates = {name: learning_rate(train, name, 1 if fitting else max(round, 1), rounds) for name in stage.trainable}
-        image = make_batch(stage.step, shares[clients[0]], torch.zeros(1, dtype=torch.long), training=True)
-        size = self.fold_size.of(stage.step, params[clients[0]], image, max(max(sizes) for _, sizes in plans.values()))
+        most = max(max(sizes) for _, sizes in plans.values())
+        demand = self.fold_size.demand(stage.step, params[clients[0]], shares[clients[0]], training=True)
+        size = self.fold_size.of(demand, most)
         for start in range(0, len(clients), size):
             group = clients[start : start + size]
             images = [shares[client] for client in group]
+            ahead = [torch.from_numpy(shares[client].indices) for client in clients[start + size : start + 2 * size]]
+            if ahead:  # decoded while this group trains
+                self.bank.prefetch(torch.cat(ahead), demand.features)
             draws = [stream(seed, round, client, f"{purpose}noise.{stage.name}") for client in group]
             curves = [self._curve(len(plans[client][1])) for client in group]
             table = timetable(images, [plans[client] for client in group])
@@ -232,7 +245,8 @@ class LocalTraining:
             kept = {name: speed[:count] for name, speed in velocity.items()}
             stepped, velocity = sgd_step(before, slopes, kept, line.rates, self.config.train, line.factors(number))
             together = together.changed(self._corrected(stage.step, stepped, now, number))
-            losses.append(F.pad(loss.detach(), (0, len(line.clients) - count)))
+            done = len(line.clients) - count
+            losses.append(F.pad(loss.detach(), (0, done)) if done else loss.detach())
         return together, torch.stack(losses, dim=1)
 
     def _losses(self, method: Method, params: Together, line: LinedUp, number: int) -> Tensor:

@@ -18,12 +18,12 @@ from fedprompt.engines.folding import (
     image_axes,
     look_together,
     predictions_together,
+    seen_by,
 )
 from fedprompt.engines.images import ImageBank, Images
 from fedprompt.engines.step import look, make_batch
 from fedprompt.errors import DivergenceError
 from fedprompt.method import Method, World
-from fedprompt.methods.variants.base import Variant
 from fedprompt.roles import Tensors
 from fedprompt.streams import stream
 
@@ -38,9 +38,11 @@ class Means:
         self._samples = 0
 
     def add(self, numbers: Mapping[str, Tensor], samples: int) -> None:
+        """Numbers for all samples of a batch, or for each of them, of which those behind `samples` do not count."""
         self._samples += samples
         for name, number in numbers.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(number) * samples
+            mean = number[:samples].mean() if number.dim() else number
+            self._sums[name] = self._sums.get(name, 0.0) + float(mean) * samples
 
     def values(self) -> dict[str, float]:
         return {name: total / self._samples for name, total in self._sums.items()}
@@ -78,26 +80,21 @@ class Testing:
         return found
 
     def _groups(self, params: Mapping[int, Tensors], images: Mapping[int, Images]) -> Iterator[list[int]]:
-        """Clients that are tested together, those with more images first: as a batch goes on, those that are done fall off.
-
-        Numbers about a batch cannot be taken apart again: a method that has some is tested client by client.
-        """
+        """Clients that are tested together, those with more images first: as a batch goes on, those that are done fall off."""
         kinds: dict[object, list[int]] = {}
         for client in sorted(params, key=lambda client: -len(images[client])):
             kinds.setdefault(alike(params[client]), []).append(client)
         for clients in kinds.values():
             first, most = clients[0], min(len(images[clients[0]]), self.config.federation.evaluation_batch)
-            image = make_batch(self.method, images[first], torch.zeros(1, dtype=torch.long), training=False)
-            size = self.fold_size.of(self.method, params[first], image, most) if self._silent else 1
+            demand = self.fold_size.demand(self.method, params[first], images[first], training=False)
+            size = self.fold_size.of(demand, most)
             for start in range(0, len(clients), size):
+                ahead = [
+                    torch.from_numpy(images[client].indices) for client in clients[start + size : start + 2 * size]
+                ]
+                if ahead:  # decoded while these are tested
+                    self.bank.prefetch(torch.cat(ahead), demand.features)
                 yield clients[start : start + size]
-
-    @property
-    def _silent(self) -> bool:
-        method: Method = self.method
-        while isinstance(method, Variant):
-            method = method.inner
-        return type(method).diagnostics is Method.diagnostics
 
     def _alone(self, client: int, params: Tensors, images: Images, round: int) -> Predicted:
         draws, numbers = [], Means()
@@ -120,6 +117,7 @@ class Testing:
         together = Together.of([params[client] for client in clients])
         draws = [stream(self.config.seed, round, client, "evaluation") for client in clients]
         parts: dict[int, list[Tensor]] = {client: [] for client in clients}
+        numbers = {client: Means() for client in clients}
         for start in range(0, len(images[clients[0]]), size):
             sizes = [min(size, left) for client in clients if (left := len(images[client]) - start) > 0]
             noise = [self.noise(method, each, False, draws[place]) for place, each in enumerate(sizes)]
@@ -132,9 +130,12 @@ class Testing:
             except NotFoldable:
                 return None
             found = predictions_together(method, self.world, working, seen, folded)
-            for client, each, own in zip(now, sizes, found, strict=True):
-                parts[client].append(own[:, :each])
-        return {client: (torch.cat(parts[client], dim=1), {}) for client in clients}
+            for place, (client, each) in enumerate(zip(now, sizes, strict=True)):
+                parts[client].append(found[place, :, :each])
+                own = folded.of_client(place)
+                told = method.diagnostics(self.world, working.of_client(place), seen_by(seen, place), own)
+                numbers[client].add(told, each)
+        return {client: (torch.cat(parts[client], dim=1), numbers[client].values()) for client in clients}
 
     def _folded(self, images: list[Images], start: int, sizes: list[int], noise: Tensors) -> Folded:
         width = max(sizes)

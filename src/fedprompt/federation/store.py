@@ -1,6 +1,7 @@
 """A run is one file: SQLite in WAL mode, one transaction a round, tensors as opaque safetensors bytes.
 
-A process killed at any instant loses at most the round under way; a power cut, besides, what was committed in the second before it.
+A process killed at any instant loses at most the round under way. A power cut may, besides, take what was committed within a second
+after the last commit that waited for the disk: a second of work, which resuming repeats.
 This module knows no torch, so that reading a run is instant.
 """
 
@@ -14,7 +15,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
@@ -269,8 +270,7 @@ class RunStore(RunReader):
     ) -> None:
         """Everything a round produced, in one transaction: all of it is there afterwards, or nothing is."""
         row = {
-            name: json.dumps(value) if isinstance(value, list | dict) else value
-            for name, value in asdict(record).items()
+            name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in vars(record).items()
         }
         with _disk(self.directory), self._transaction() as cursor:
             cursor.execute(

@@ -165,17 +165,14 @@ class Fault:
 
 def find_fault(tensors: Tensors, roles: Roles, when: str = "round") -> Fault | None:
     """An upload holds exactly the declared shared tensors and statistics, with their declared shapes and finite values."""
-    for role, names in (("local", roles.local), ("server", roles.server)):
-        for name in sorted(set(tensors) & set(names)):
-            return Fault("keys", f"tensor {name!r} has role {role} and must never go up")
-    statistics = roles.statistics(when)
-    shared: Mapping[str, Tensor] = roles.shared if when == "round" else {}
-    declared = {
-        **{name: (tuple(tensor.shape), tensor.dtype) for name, tensor in shared.items()},
-        **{name: (statistic.shape, torch.float32) for name, statistic in statistics.items()},
-    }
-    for name in sorted(set(tensors) - set(declared)):
-        return Fault("keys", f"tensor {name!r} was not declared as shared or stat")
+    statistics, declared = roles.statistics(when), roles.uploaded(when)
+    if tensors.keys() != declared.keys():
+        odd = sorted(tensors.keys() - declared.keys())
+        for role, names in (("local", roles.local), ("server", roles.server)):
+            for name in [name for name in odd if name in names]:
+                return Fault("keys", f"tensor {name!r} has role {role} and must never go up")
+        for name in odd:
+            return Fault("keys", f"tensor {name!r} was not declared as shared or stat")
     for name, (shape, dtype) in declared.items():
         if name not in tensors:
             return Fault("keys", f"declared tensor {name!r} is missing")

@@ -210,7 +210,7 @@ class PFedMoAP(PromptFL):
             return {}
         _, weights = self.experts_and_weights(params, seen)
         known = all_known(params)
-        local = weights[..., 0].mean()
+        local = gates.by_image(weights[..., 0])
         found = {"gate.weight_local": local, "gate.entropy": gates.entropy(weights, known)}
         if known.sum() > 1:
             found["gate.weight_other"] = (1 - local) / (known.sum() - 1)

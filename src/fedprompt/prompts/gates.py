@@ -70,10 +70,15 @@ def linear_scores(weights: Tensor, image: Tensor, text: Tensor) -> Tensor:
     return torch.einsum("be,bec->bc", weights, torch.einsum("bd,ecd->bec", image, text))
 
 
+def by_image(values: Tensor) -> Tensor:
+    """The mean over all axes but the first (B,)."""
+    return values.reshape(len(values), -1).mean(1)
+
+
 def entropy(weights: Tensor, known: Tensor) -> Tensor:
-    """Mean entropy of the weights over the last axis, as a share of the largest there can be: 1 is uniform, 0 is one expert."""
+    """Entropy (B,) of the weights of every image, as a share of the largest there can be: 1 is uniform, 0 is one expert."""
     largest = known.sum().log()
-    found = torch.special.entr(weights).sum(-1).mean()
+    found = by_image(torch.special.entr(weights).sum(-1))
     return torch.where(largest > 0, found / largest, torch.zeros_like(found))
 
 

@@ -27,9 +27,11 @@ from fedprompt.errors import ContractError
 
 @dataclass(frozen=True)
 class VisionPrompt:
-    """Tokens for the listed blocks (counted from 0), the same for a whole batch or one set per sample."""
+    """Tokens for the listed blocks (counted from 0): the same for a whole batch, one set per sample, or one set for each run of
+    samples, as many runs as there are clients in a batch.
+    """
 
-    tokens: Tensor  # (len(blocks), n, d), or (B, len(blocks), n, d) per sample
+    tokens: Tensor  # (len(blocks), n, d), or (G, len(blocks), n, d) for G equally long runs, G = B being one per sample
     blocks: tuple[int, ...]
     mode: Literal["replace", "append"] = "replace"
     after: Literal["carry", "drop"] = "carry"
@@ -40,9 +42,9 @@ def check_prompt(prompt: VisionPrompt, batch: int, width: int, first: int, depth
     blocks, tokens = list(prompt.blocks), prompt.tokens
     if not blocks or blocks != sorted(set(blocks)) or blocks[0] < first or blocks[-1] >= depth:
         raise ContractError(f"prompt.blocks must be increasing and in {first}..{depth - 1}, got {blocks}")
-    per_sample = tokens.ndim == 4
-    expected = ((batch,) if per_sample else ()) + (len(blocks),)
-    if tokens.ndim not in (3, 4) or tuple(tokens.shape[:-2]) != expected or tokens.shape[-1] != width:
+    runs = len(tokens) if tokens.ndim == 4 else 1
+    fits = tokens.ndim in (3, 4) and tokens.shape[-3] == len(blocks) and tokens.shape[-1] == width
+    if not fits or runs < 1 or batch % runs:
         raise ContractError(
             f"prompt.tokens must be ({len(blocks)}, n, {width}) or ({batch}, {len(blocks)}, n, {width}), "
             f"got {tuple(tokens.shape)}"
@@ -54,16 +56,23 @@ def check_prompt(prompt: VisionPrompt, batch: int, width: int, first: int, depth
 def enter(prompt: VisionPrompt, rows: Tensor, block: int) -> Tensor:
     """The rows of a slot at the input of `block`, given those that came out of the block before.
 
-    Tokens for the whole batch keep batch size 1 for as long as no block has mixed them with a sample: what is computed
-    from them alone is computed once.
+    Tokens for the whole batch, or for a run of samples, are not repeated for as long as no block has mixed them with a sample:
+    what is computed from them alone is computed once.
     """
     if block not in prompt.blocks:
         return rows
-    tokens = prompt.tokens[..., list(prompt.blocks).index(block), :, :]  # (n, d) or (B, n, d)
+    tokens = prompt.tokens[..., list(prompt.blocks).index(block), :, :]  # (n, d) or (G, n, d)
     fresh = tokens if tokens.ndim == 3 else tokens.unsqueeze(0)
     if prompt.mode == "replace" or rows.shape[1] == 0:
         return fresh
-    return torch.cat([rows, fresh.expand(len(rows), -1, -1)], dim=1)
+    return torch.cat([rows, spread(fresh, len(rows))], dim=1)
+
+
+def spread(rows: Tensor, batch: int) -> Tensor:
+    """Rows (G, ...) of G equally long runs of samples as rows (B, ...) of the samples."""
+    if len(rows) in (1, batch):
+        return rows.expand(batch, *rows.shape[1:])
+    return rows.repeat_interleave(batch // len(rows), dim=0)
 
 
 def leaves(prompt: VisionPrompt, block: int) -> bool:

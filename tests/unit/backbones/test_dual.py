@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support import experiment
+from support import experiment, throwaway_cache
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
@@ -85,7 +85,7 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 def loaded(folder: Path | str, **settings: Any) -> DualEncoder:
-    found = load_backbone(BackboneConfig(name=str(folder), **settings), Path("unused"))
+    found = load_backbone(BackboneConfig(name=str(folder), **settings), throwaway_cache())
     assert isinstance(found, DualEncoder)
     return found
 

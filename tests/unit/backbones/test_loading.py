@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support import throwaway_cache
 
 from fedprompt.assets import cache_directory, prepare
 from fedprompt.backbones import load_backbone
@@ -63,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(name: Path | str, **settings):
-    return load_backbone(BackboneConfig(name=str(name), **settings), Path("unused"))
+    return load_backbone(BackboneConfig(name=str(name), **settings), throwaway_cache())
 
 
 def test_the_shape_of_a_timm_file_is_read_from_its_tensors(file):

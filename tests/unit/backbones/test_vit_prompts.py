@@ -143,6 +143,8 @@ def test_a_batch_that_mixes_clients_equals_each_client_alone():
     clients = torch.randn(3, DEPTH, 2, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     blocks = tuple(range(DEPTH))
     folded = vit.run(tokens, [VisionPrompt(clients.repeat_interleave(2, dim=0), blocks)])["cls"]
+    runs = vit.run(tokens, [VisionPrompt(clients, blocks)])["cls"]
+    torch.testing.assert_close(runs, folded, rtol=0, atol=1e-12)
     alone = [vit.run(tokens[2 * i : 2 * i + 2], [VisionPrompt(clients[i], blocks)])["cls"] for i in range(3)]
     torch.testing.assert_close(folded, torch.cat(alone), rtol=0, atol=1e-12)
 
@@ -199,7 +201,7 @@ def test_blocks_must_increase_and_exist(blocks):
 
 
 @pytest.mark.parametrize(
-    "size", [(1, WIDTH), (2, 1, WIDTH), (1, 1, WIDTH + 1), (BATCH + 1, 1, 1, WIDTH), (1, 1, 1, WIDTH)]
+    "size", [(1, WIDTH), (2, 1, WIDTH), (1, 1, WIDTH + 1), (BATCH + 1, 1, 1, WIDTH), (BATCH - 1, 1, 1, WIDTH)]
 )
 def test_tokens_must_fit_blocks_width_and_batch(size):
     vit = double_vit()

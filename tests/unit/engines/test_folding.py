@@ -15,6 +15,7 @@ from support import experiment, local_tensors, run, shared_tensors
 import fedprompt.engines.local_training as local_training
 from fedprompt.engines import folding
 from fedprompt.engines.folding import ENOUGH_ROWS, MOST_CLIENTS, FoldSize, Together, alike, fill_up, image_axes
+from fedprompt.engines.images import ImageBank
 from fedprompt.engines.local_training import batches, timetable
 from fedprompt.errors import ConfigError, DivergenceError
 from fedprompt.federation.states import ClientStates
@@ -93,6 +94,9 @@ class Held:
     indices: np.ndarray
     labels: torch.Tensor
 
+    def __len__(self) -> int:
+        return len(self.indices)
+
 
 def test_a_timetable_knows_which_images_count_and_who_is_done() -> None:
     images: Any = [
@@ -142,9 +146,10 @@ class Asks(Method):
     tokens: int = 0
     draws: int = 1
     contexts: int = 0
+    block: int = 0
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-        slots = (VisionPrompt(torch.zeros(1, self.tokens, world.width), (0,)),)
+        slots = (VisionPrompt(torch.zeros(1, self.tokens, world.width), (self.block,)),)
         text = {str(number): TextContext(torch.zeros(4, 8)) for number in range(self.contexts)}
         return Prompts(vision=slots, repeat=self.draws, text=text)
 
@@ -160,9 +165,35 @@ class Asks(Method):
     ],
 )
 def test_clients_are_folded_until_a_pass_has_enough_rows(method: Method, images: int, expected: int) -> None:
-    image = Batch(torch.zeros(1, dtype=torch.long))
-    assert FoldSize(WORLD, "auto").of(method, {}, image, images) == min(expected, MOST_CLIENTS)
-    assert FoldSize(WORLD, 5).of(method, {}, image, images) == 5
+    one: Any = Held(np.arange(1), torch.zeros(1, dtype=torch.long))
+    demand = FoldSize(WORLD, "auto").demand(method, {}, one, training=True)
+    assert FoldSize(WORLD, "auto").of(demand, images) == min(expected, MOST_CLIENTS)
+    assert FoldSize(WORLD, 5).of(demand, images) == 5
+
+
+@pytest.mark.parametrize(
+    ("method", "features"),
+    [(Asks(), ("cls",)), (Asks(tokens=3, block=1), ("tokens:1",)), (Asks(contexts=1), ("cls",))],
+)
+def test_what_a_step_reads_of_the_images_is_known_before_it(method: Method, features: tuple[str, ...]) -> None:
+    one: Any = Held(np.arange(1), torch.zeros(1, dtype=torch.long))
+    assert FoldSize(WORLD, "auto").demand(method, {}, one, training=True).features == features
+
+
+def test_images_of_the_next_clients_are_decoded_ahead(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, tuple[str, ...]]] = []
+    real = ImageBank.prefetch
+
+    def watched(self: ImageBank, indices: torch.Tensor, names: tuple[str, ...]) -> None:
+        asked.append((len(indices), tuple(names)))
+        real(self, indices, names)
+
+    monkeypatch.setattr(ImageBank, "prefetch", watched)
+    values = settings(engine={"cohort": 4}, federation={"rounds": 1}, backbone={"name": "tiny", "image_size": 32})
+    ahead = experiment(values, FedVPT(prompt_tokens=2))
+    monkeypatch.setattr(FoldSize, "of", lambda self, demand, batch: 2)
+    ahead.run()
+    assert [names for _, names in asked] == [("tokens:0",)] * 2  # two clients of four, in training and in the test
 
 
 def test_a_cohort_really_runs_as_one_batch(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from naive import NaiveVPT, naive_vit
-from support import experiment, local_tensors, run, server_tensors, shared_tensors, worst_difference
+from support import experiment, local_tensors, run, server_tensors, shared_tensors, trained_alone, worst_difference
 from torch import Tensor
 from transformers import ViTModel
 
@@ -264,10 +264,10 @@ def test_each_stage_trains_its_own_tensors_on_its_own_half(plain: Any) -> None:
     del received["local_copy.prompt"]
     params = method.begin(world, runtime._client(0, 1), received, {})
     assert torch.equal(params["local_copy.prompt"], received["prompt"])
-    halves = [runtime._share(images, stage, 0) for stage in (first, second)]
+    halves = [runtime.training.share(images, stage, 0) for stage in (first, second)]
     assert sorted([*halves[0].indices, *halves[1].indices]) == sorted(images.indices)
-    between, _, _ = runtime._run([first], params, 1, 0, "")
-    after, _, _ = runtime._run([second], between, 1, 0, "")
+    between, _ = trained_alone(runtime, [first], params, 1, 0, "")
+    after, _ = trained_alone(runtime, [second], between, 1, 0, "")
     changed = [
         {name for name in params if not torch.equal(old[name], new[name])}
         for old, new in ((params, between), (between, after))

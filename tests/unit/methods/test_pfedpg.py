@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from naive import NaiveVPT, naive_local_training, naive_vit
-from support import experiment, local_tensors, run, server_tensors, shared_tensors, worst_difference
+from support import (
+    experiment,
+    fitting_stages,
+    local_tensors,
+    run,
+    server_tensors,
+    shared_tensors,
+    trained_alone,
+    worst_difference,
+)
 from torch import Tensor, nn
 
 from fedprompt import registry
@@ -352,7 +361,7 @@ def test_a_newcomer_fits_descriptor_and_head_while_base_and_generator_stay(setti
     method, client = runtime.method, min(world.newcomers)
     received = method.download(world, server_of(world), client)
     before = method.personalise(world, client_of(client), received, world.roles.local)
-    after, progress, _ = runtime._run(runtime._fitting(client), before, 1, client, "adaptation.")
+    after, progress = trained_alone(runtime, fitting_stages(runtime, client), before, 1, client, "adaptation.")
     assert progress.step_sizes["descriptor"] == pytest.approx(5.0 * progress.steps)
     assert {name for name in after if not torch.equal(after[name], before[name])} == {"descriptor", *NAMES}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from support import local_tensors, pool_tensors, shared_tensors
+from support import fitting_stages, local_tensors, pool_tensors, shared_tensors, trained_alone
 from text_methods import gradient, noise_like, run_on_clip, runtime_of, working_parameters
 from torch import Tensor
 
@@ -142,7 +142,7 @@ def test_three_rounds_are_what_the_rule_says(settings: Any, step: float, is_capp
                 "cloud.context": anchor.float(),
                 "step": torch.tensor(taken),
             }
-            after, _, _ = runtime._run(method.stages(world, runtime.config.train), params, round, client, "")
+            after, _ = trained_alone(runtime, method.stages(world, runtime.config.train), params, round, client, "")
             trained[client] = after["context"]
         pool = {**pool, **trained}
         sizes = {client: runtime._client(client, round).samples for client in cohort}
@@ -207,7 +207,7 @@ def test_a_held_out_client_trains_a_context_near_the_mean(settings: Any) -> None
     runtime, world = runtime_of(settings, method, federation={"held_out": 0.5, "newcomer_epochs": 1})
     client = min(world.newcomers)
     before = working_parameters(runtime, client)
-    after, _, _ = runtime._run(runtime._fitting(client), before, 1, client, "adaptation.", fitting=True)
+    after, _ = trained_alone(runtime, fitting_stages(runtime, client), before, 1, client, "adaptation.", fitting=True)
     assert {name for name in before if not torch.equal(before[name], after[name])} == {"context"}
 
 

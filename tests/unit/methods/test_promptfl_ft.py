@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import shared_tensors, worst_difference
+from support import fitting_stages, shared_tensors, trained_alone, worst_difference
 from text_methods import results, run_on_clip, runtime_of, working_parameters
 
 from fedprompt import registry
@@ -42,7 +42,7 @@ def test_the_copy_is_tuned_as_many_epochs_as_asked_and_local_training_has_otherw
 def test_tuning_lowers_the_loss_on_the_clients_own_images(settings: Any) -> None:
     runtime, _ = runtime_of(settings, PromptFLFineTuned(context_tokens=4, finetune_epochs=5))
     params = working_parameters(runtime)
-    tuned, _, _ = runtime._run(runtime._fitting(0), params, 1, 0, "adaptation.", fitting=True)
+    tuned, _ = trained_alone(runtime, fitting_stages(runtime, 0), params, 1, 0, "adaptation.", fitting=True)
     loss = runtime._client(0, 1).loss
     assert loss(tuned) < loss(params) - 0.05
 
@@ -53,7 +53,9 @@ def test_a_held_out_client_tunes_the_context_too(settings: Any) -> None:
     )
     client = min(world.newcomers)
     params = working_parameters(runtime, client)
-    tuned, progress, _ = runtime._run(runtime._fitting(client), params, 1, client, "adaptation.", fitting=True)
+    tuned, progress = trained_alone(
+        runtime, fitting_stages(runtime, client), params, 1, client, "adaptation.", fitting=True
+    )
     assert progress.steps == 2 * -(-runtime._client(client, 1).samples // 8)
     assert not torch.equal(tuned["context"], params["context"])
 

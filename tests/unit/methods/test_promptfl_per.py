@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import local_tensors, run, shared_tensors, worst_difference
+from support import fitting_stages, local_tensors, run, shared_tensors, trained_alone, worst_difference
 from text_methods import noise_like, on_clip, run_on_clip, runtime_of, working_parameters
 
 from fedprompt import registry
@@ -78,8 +78,8 @@ def test_alternating_trains_the_own_half_first_and_the_shared_one_with_it_fixed(
     own, shared = method.stages(world, TrainConfig(epochs=2))
     assert (own.trainable, own.epochs, shared.trainable, shared.epochs) == ((OWN,), 3, (SHARED,), 2)
     start = working_parameters(runtime)
-    middle, _, _ = runtime._run((own,), start, 1, 0, "")
-    end, _, _ = runtime._run((own, shared), start, 1, 0, "")
+    middle, _ = trained_alone(runtime, (own,), start, 1, 0, "")
+    end, _ = trained_alone(runtime, (own, shared), start, 1, 0, "")
     assert torch.equal(middle[SHARED], start[SHARED])
     assert torch.equal(middle[OWN], end[OWN])
     assert not torch.equal(end[SHARED], start[SHARED])
@@ -99,7 +99,7 @@ def test_a_held_out_client_trains_its_own_half_alone(settings: Any, alternate: b
     runtime, world = runtime_of(settings, method, federation={"held_out": 0.5, "newcomer_epochs": 1})
     client = min(world.newcomers)
     before = working_parameters(runtime, client)
-    after, _, _ = runtime._run(runtime._fitting(client), before, 1, client, "adaptation.", fitting=True)
+    after, _ = trained_alone(runtime, fitting_stages(runtime, client), before, 1, client, "adaptation.", fitting=True)
     assert {name for name in before if not torch.equal(before[name], after[name])} == {OWN}
 
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import as_tensor, naive_vit
-from support import content, experiment, local_tensors, run, server_tensors, shared_tensors
+from support import content, experiment, local_tensors, run, server_tensors, shared_tensors, trained_alone
 from torch import Tensor, nn
 
-import fedprompt.engines.client as client_side
 from fedprompt.backbones.vit import ViT
 from fedprompt.data.transforms import ImageStore, normalise
+from fedprompt.engines import local_training
 from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank, Images
 from fedprompt.engines.step import look, make_batch
@@ -66,7 +66,7 @@ class Bench:
         return self.method.logits(self.world, params, seen, batch, {})
 
     def loss(self, params: Tensors, positions: Tensor) -> Tensor:
-        return client_side.step_loss(self.method, self.world, params, self.images, positions, {})
+        return local_training.step_loss(self.method, self.world, params, self.images, positions, {})
 
 
 def toy(method: SGPT, queries: Tensor, training: bool, weights: Tensor | None = None) -> Batch:
@@ -434,7 +434,7 @@ def test_each_stage_leaves_the_tensors_of_the_other_alone(settings: Any) -> None
     first, second = bench.method.stages(bench.world, bench.train)
     before = bench.params()
     for stage, moved in ((first, {"shared_prompts"}), (second, {"group_prompts", "keys"})):
-        after, _, _ = bench.runtime._run((stage,), before, 1, 0, "")
+        after, _ = trained_alone(bench.runtime, (stage,), before, 1, 0, "")
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         assert changed == {*moved, "head.weight", "head.bias"}
 
@@ -444,7 +444,9 @@ def test_the_first_stage_is_blind_to_groups(settings: Any) -> None:
     step = bench.method.stages(bench.world, bench.train)[0].step
     params, positions = bench.params(), torch.arange(5)
     other = {**params, "group_prompts": params["group_prompts"] + 1, "keys": -params["keys"]}
-    one, two = (client_side.step_loss(step, bench.world, each, bench.images, positions, {}) for each in (params, other))
+    one, two = (
+        local_training.step_loss(step, bench.world, each, bench.images, positions, {}) for each in (params, other)
+    )
     assert torch.equal(one, two)
     assert not torch.equal(bench.loss(params, positions), bench.loss(other, positions))
 
@@ -454,17 +456,17 @@ def test_with_equal_compute_both_stages_together_see_as_many_images_as_one(
     settings: Any, monkeypatch: pytest.MonkeyPatch, epochs: int
 ) -> None:
     shown: list[tuple[str, list[int]]] = []
-    plain = client_side.step_loss
+    plain = local_training.step_loss
 
     def spied(step: Any, world: World, params: Tensors, images: Images, positions: Tensor, noise: Tensors) -> Tensor:
         shown.append((type(step).__name__, images.indices[positions.numpy()].tolist()))
         return plain(step, world, params, images, positions, noise)
 
-    monkeypatch.setattr(client_side, "step_loss", spied)
+    monkeypatch.setattr(local_training, "step_loss", spied)
     for equal, budget in ((True, 1), (False, 2)):
         bench = Bench(settings(train={"epochs": epochs}), SGPT(groups=2, equal_compute=equal))
         shown.clear()
-        bench.runtime._run(bench.method.stages(bench.world, bench.train), bench.params(), 1, 0, "")
+        trained_alone(bench.runtime, bench.method.stages(bench.world, bench.train), bench.params(), 1, 0, "")
         seen = {kind: [image for name, images in shown if name == kind for image in images] for kind, _ in shown}
         assert set(seen) == {"SharedPrompts", "SGPT"}
         assert sum(map(len, seen.values())) == budget * epochs * len(bench.images)
