@@ -39,8 +39,8 @@ def test_a_cohort_as_one_batch_equals_one_client_at_a_time(case: str, settings: 
         "federation": {"rounds": 2, "evaluation_batch": 5},
     }
     alone = run(settings(name="alone", engine={"cohort": 1}, **shared), method)
-    together = run(settings(name="together", engine={"cohort": 3}, **shared), method)
-    assert_equal_runs(alone, together)
+    for cohort in (3, "auto"):
+        assert_equal_runs(alone, run(settings(name=f"by-{cohort}", engine={"cohort": cohort}, **shared), method))
 
 
 def assert_equal_runs(first: Run, second: Run) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.config import Config
-from fedprompt.engines.folding import FoldSize
+from fedprompt.engines.demand import Demands
 from fedprompt.engines.images import ImageBank, Images
 from fedprompt.engines.local_training import LocalTraining, Trained, Trainee
 from fedprompt.engines.step import look, make_batch, step_loss
@@ -52,9 +52,9 @@ class ClientRuntime:
         self.config, self.world, self.method = config, world, method
         self.bank, self.states, self.domain_names = bank, states, tuple(domain_names)
         self.terms = terms  #: of differential privacy, where it is asked for
-        self.fold_size = FoldSize(world, config.engine.cohort)
-        self.training = LocalTraining(config, world, bank, self._noise, self.fold_size)
-        self.testing = Testing(config, world, method, bank, self._noise, self.fold_size)
+        self.demands = Demands(world, config.engine.cohort, self._noise)
+        self.training = LocalTraining(config, world, bank, self._noise, self.demands)
+        self.testing = Testing(config, world, method, bank, self._noise, self.demands)
 
     @cached_property
     def attackers(self) -> frozenset[int]:
@@ -79,20 +79,31 @@ class ClientRuntime:
             for client, tensors in received.items()
         }
         who = {client: self._client(client, round) for client in received}
-        begun = {
-            client: self.method.begin(self.world, who[client], tensors, self._local(client, who[client]))
-            for client, tensors in received.items()
-        }
-        idle = [client for client in received if self.attacks(client, "free_rider")]
-        busy = [client for client in received if client not in idle]
+        begun, astray = self._begun(who, received)
+        idle = [client for client in begun if self.attacks(client, "free_rider")]
+        busy = [client for client in begun if client not in idle]
         stages = self.method.stages(self.world, self.config.train)
         trained = {
+            **astray,
             **self._trained((), {client: begun[client] for client in idle}, round),
             **self._trained(stages, {client: begun[client] for client in busy}, round, private=True),
         }
         return [
             self._answer(who[client], tensors, trained[client], bounds[client]) for client, tensors in received.items()
         ]
+
+    def _begun(
+        self, who: Mapping[int, Client], received: Mapping[int, Tensors]
+    ) -> tuple[dict[int, Tensors], dict[int, Trained | DivergenceError]]:
+        """The parameters each client trains from, and who went astray before it came to that."""
+        begun: dict[int, Tensors] = {}
+        astray: dict[int, Trained | DivergenceError] = {}
+        for client, each in who.items():
+            try:
+                begun[client] = self.method.begin(self.world, each, received[client], self._local(client, each))
+            except DivergenceError as error:
+                astray[client] = error
+        return begun, astray
 
     def _answer(
         self, who: Client, received: Tensors, trained: Trained | DivergenceError, clip: Tensor | None
@@ -102,10 +113,10 @@ class ClientRuntime:
             return trained
         try:
             reply = self._finished(who, received, trained)
+            if self.terms is not None:
+                reply = self._private(reply, received, self.terms, None if clip is None else float(clip))
         except DivergenceError as error:
             return error
-        if self.terms is not None:
-            reply = self._private(reply, received, self.terms, None if clip is None else float(clip))
         if self.config.attack is None or who.index not in self.attackers:
             return reply
         return corrupted(reply, wire.started_from(received, self.world.roles.shared), self.config.attack)
@@ -142,7 +153,7 @@ class ClientRuntime:
 
     def cohort_size(self) -> int:
         """How many clients work at the same time."""
-        return self.fold_size.most
+        return self.demands.most
 
     def steps(self, client: int) -> int:
         """How many steps a participation of the client takes."""

@@ -13,12 +13,14 @@ import json
 import platform
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedprompt.backbones.block import run_block
 from fedprompt.backbones.kept import code_digest, identity
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import EngineConfig
@@ -46,6 +48,7 @@ class FeatureTables:
     ) -> None:
         engine = engine or EngineConfig()
         self.source, self.store, self.backbone = source, store, backbone
+        self._plain = replace(backbone, block=run_block)  # a compiled one rounds in another way
         self.labels = torch.from_numpy(np.asarray(source.labels, dtype=np.int64)).to(backbone.device)
         self._groups = groups
         self._memory, self._disk = int(engine.memory_gib * GIB), int(engine.disk_gib * GIB)
@@ -118,7 +121,7 @@ class FeatureTables:
         if not len(indices):
             return []
         over: list[tuple[np.ndarray, Tensor]] = []
-        with closing(computed(self.backbone, self.store, feature, indices)) as parts:
+        with closing(computed(self._plain, self.store, feature, indices)) as parts:
             for part, values in parts:
                 for rows in kept:
                     rows.put(part, values)
@@ -138,7 +141,7 @@ class FeatureTables:
         if name not in self._features:
             kind, _, block = name.partition(":")
             own = kind == TOKENS and (not block or block.lstrip("-").isdecimal())
-            found = block_input(self.backbone, int(block or 0)) if own else named(self.backbone, name)
+            found = block_input(self._plain, int(block or 0)) if own else named(self._plain, name)
             self._features[name] = found
         return self._features[name]
 

@@ -9,26 +9,20 @@ A method that changes the weights of the backbone cannot share a pass with other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedprompt.engines.images import ImageBank, Images
-from fedprompt.engines.step import changes_images, first_block, inserted, make_batch, speak
+from fedprompt.engines.demand import Axes
+from fedprompt.engines.images import ImageBank
+from fedprompt.engines.step import changes_images, first_block, inserted, speak
+from fedprompt.engines.timetable import Timetable
 from fedprompt.method import Batch, Method, Prompts, Seen, World
 from fedprompt.prompts.insertion import VisionPrompt
 from fedprompt.roles import Tensors
-
-ENOUGH_ROWS = 2048  #: tokens in one pass of the frozen backbone
-MOST_CLIENTS = 64  #: that work at the same time, however small they are
-NAME_TOKENS = 6  #: of a class name with what frames it, about
-
-
-class NotFoldable(Exception):
-    """The method changes the weights of the backbone."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +67,6 @@ def _is_same(first: Tensor, other: Tensor) -> bool:
     )
 
 
-def alike(params: Tensors) -> tuple[Any, ...]:
-    """Clients can be stacked if they agree on this."""
-    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(params.items()))
-
-
 @dataclass(frozen=True)
 class Folded:
     """A batch of N clients, B images each."""
@@ -92,22 +81,24 @@ class Folded:
     @classmethod
     def of(
         cls,
+        table: Timetable,
+        step: int,
+        noise: Sequence[Tensors],
+        axes: Axes,
+        features: Callable[[Tensor], Tensors],
         world: World,
-        bank: ImageBank,
-        method: Method,
-        indices: Tensor,
-        labels: Tensor,
-        sizes: Sequence[int],
-        noise: Tensors,
         training: bool,
     ) -> Folded:
-        """A batch with the features the method needs, of which `sizes` images of each client count."""
-        width = indices.shape[1]
-        found = {name: bank.features(name, indices.flatten()).unflatten(0, indices.shape) for name in method.needs}
+        """One step of a timetable with the draws of its clients, and features by the images' indices."""
+        sizes = table.now(step)
+        count, width = len(sizes), max(sizes)
+        indices = table.indices[:count, step, :width]
         weights = None
         if min(sizes) < width:
             weights = (torch.arange(width) < torch.tensor(sizes)[:, None]).to(world.device, world.dtype)
-        return cls(indices, labels, found, weights, noise, training)
+        found = {name: rows.unflatten(0, indices.shape) for name, rows in features(indices.flatten()).items()}
+        labels = table.labels[:count, step, :width]
+        return cls(indices, labels, found, weights, fill_up(noise, sizes, axes), training)
 
     @property
     def images(self) -> Tensors:
@@ -211,7 +202,7 @@ def seen_by(seen: Seen, place: int) -> Seen:
 
 def _rows_of(seen: Seen) -> Tensors:
     names = ("cls", "patches", "prompts", "image", "image_patches")
-    return {name: value for name in names if (value := getattr(seen, name)) is not None and value.numel()}
+    return {name: value for name in names if (value := getattr(seen, name)) is not None and value.dim() > 1}
 
 
 def _asked(
@@ -229,8 +220,6 @@ def _asked(
         given = step.prompts(world, {**params.common, **own}, batch, noise)
         plans.append(given)
         contexts = {name: context.tokens for name, context in given.text.items()}
-        if given.weights:
-            raise NotFoldable
         return _tokens(inserted(given.vision)), contexts, given.extra
 
     slots, contexts, extra = over_clients(ask, params.stacked, folded.images, folded.features, folded.noise)
@@ -264,59 +253,8 @@ def _folded(tokens: Sequence[Tensor], slots: Sequence[VisionPrompt]) -> list[Vis
     return [replace(slot, tokens=each.flatten(0, 1)) for each, slot in zip(tokens, slots, strict=True)]
 
 
-@dataclass(frozen=True)
-class Demand:
-    """What a step asks of the backbone."""
-
-    per_image: int  #: tokens that go through it for every image
-    per_client: int  #: and for every client on top of that
-    features: tuple[str, ...]  #: what it reads of the images, by the names of `ImageBank.prefetch`
-
-
-class FoldSize:
-    """How many clients make one good batch of the frozen backbone. Only sizes decide, so the bits of a run do not depend on the machine.
-
-    Folding pays as long as a batch is too small to keep the matrix products busy; beyond `ENOUGH_ROWS` tokens it only costs memory.
-    """
-
-    def __init__(self, world: World, asked: int | Literal["auto"]) -> None:
-        self._world, self._asked = world, asked
-        self._known: list[tuple[Method, Demand]] = []
-
-    @property
-    def most(self) -> int:
-        """Clients whose parameters are held at the same time."""
-        return MOST_CLIENTS if self._asked == "auto" else self._asked
-
-    def of(self, demand: Demand, batch: int) -> int:
-        """For batches of so many images."""
-        if self._asked != "auto":
-            return self._asked
-        return max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, demand.per_image * batch + demand.per_client)))
-
-    def demand(self, step: Method, params: Tensors, images: Images, training: bool) -> Demand:
-        """Found out once for each step, with one client's parameters and an image of it."""
-        for known, demand in self._known:
-            if known == step:
-                return demand
-        world = self._world
-        image = make_batch(step, images, torch.zeros(1, dtype=torch.long), training)
-        noise = world.placed(step.noise(world, 1, training, torch.Generator().manual_seed(0)))
-        with torch.no_grad():
-            given = step.prompts(world, params, image, noise)
-        tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
-        passes = changes_images(given, step.reads)
-        found = Demand(
-            per_image=given.repeat * tokens if passes else 0,
-            per_client=sum(world.classes * (context.tokens.shape[-2] + NAME_TOKENS) for context in given.text.values()),
-            features=(*step.needs, *((f"tokens:{first_block(given)}",) if passes else step.reads)),
-        )
-        self._known.append((step, found))
-        return found
-
-
-def fill_up(noise: Sequence[Tensors], sizes: Sequence[int], axes: Mapping[str, tuple[int, int]]) -> Tensors:
-    """The draws of clients with batches of different sizes, stacked; `axes` says where the images are (`image_axes`)."""
+def fill_up(noise: Sequence[Tensors], sizes: Sequence[int], axes: Axes) -> Tensors:
+    """The draws of clients with batches of different sizes, stacked; `axes` says where the images are."""
     width = max(sizes)
 
     def filled(name: str, tensor: Tensor, size: int) -> Tensor:
@@ -331,15 +269,3 @@ def fill_up(noise: Sequence[Tensors], sizes: Sequence[int], axes: Mapping[str, t
         name: torch.stack([filled(name, each[name], size) for each, size in zip(noise, sizes, strict=True)])
         for name in noise[0]
     }
-
-
-def image_axes(step: Method, world: World, training: bool) -> dict[str, tuple[int, int]]:
-    """Which axis of each random draw goes over the images of a batch, and how many rows every image has there."""
-    sizes = (5, 7)  # any two: the axis is the one that grows
-    few, more = (step.noise(world, size, training, torch.Generator().manual_seed(0)) for size in sizes)
-    found = {}
-    for name, tensor in few.items():
-        for axis, (short, long) in enumerate(zip(tensor.shape, more[name].shape, strict=True)):
-            if short != long:
-                found[name] = (axis, short // sizes[0])
-    return found

@@ -11,31 +11,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.config import Config
-from fedprompt.engines.folding import (
-    Folded,
-    FoldSize,
-    NotFoldable,
-    Together,
-    alike,
-    fill_up,
-    image_axes,
-    losses_together,
-    over_clients,
-)
+from fedprompt.engines.demand import Demand, Demands, Noise, alike
+from fedprompt.engines.folding import Folded, Together, losses_together, over_clients
 from fedprompt.engines.images import ImageBank, Images
 from fedprompt.engines.step import learning_rate, local_factor, sgd_step, step_loss
+from fedprompt.engines.timetable import Plan, Timetable, shuffled, timetable
 from fedprompt.errors import ContractError, DivergenceError
 from fedprompt.method import Method, Progress, Stage, World
 from fedprompt.roles import Tensors
 from fedprompt.streams import stream
 
-Noise = Callable[[Method, int, bool, torch.Generator], Tensors]
 Gradients = Callable[[int, Tensors], Tensors]  #: what becomes of the gradients of a client
 
 
@@ -58,62 +48,13 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Timetable:
-    """The batches of N clients in one stage, laid out once. Short batches and short clients are filled up."""
-
-    positions: Tensor  # (N, steps, batch size) among the client's images
-    indices: Tensor  # the same images in the source
-    labels: Tensor  # and their labels
-    sizes: list[list[int]]  # by client and step
-
-    @property
-    def steps(self) -> int:
-        return self.positions.shape[1]
-
-    def now(self, step: int) -> list[int]:
-        """The sizes of the batches of those clients, the first ones, that are not done yet."""
-        return [each[step] for each in self.sizes if step < len(each)]
-
-
-def batches(count: int, size: int, epochs: int, steps: int | None, order: torch.Generator) -> tuple[Tensor, list[int]]:
-    """Positions (steps, size) of a client's images, and how many of each row count.
-
-    Every epoch has a new random order; what fills up its last batch are images from its beginning.
-    """
-    width, missing = min(size, count), -count % size if count > size else 0
-    drawn = [torch.randperm(count, generator=order) for _ in range(epochs)]
-    if missing:
-        drawn = [torch.cat([each, each[:1].expand(missing)]) for each in drawn]
-    rows = (drawn[0] if epochs == 1 else torch.cat(drawn)).view(-1, width)
-    sizes = ([width] * (len(rows) // epochs - 1) + [width - missing]) * epochs
-    return rows[:steps], sizes[:steps]
-
-
-def timetable(images: Sequence[Images], plans: Sequence[tuple[Tensor, list[int]]]) -> Timetable:
-    longest, width = (max(positions.shape[axis] for positions, _ in plans) for axis in (0, 1))
-    places = torch.stack([_filled_up(positions, longest, width) for positions, _ in plans])
-    before = np.cumsum(
-        [0, *(len(own) for own in images[:-1])]
-    )  # all clients' images in one row, to look them up at once
-    everywhere = places + torch.from_numpy(before).view(-1, 1, 1)
-    indices = torch.from_numpy(np.concatenate([own.indices for own in images]))[everywhere]
-    labels = torch.cat([own.labels for own in images])
-    return Timetable(places, indices, labels[everywhere.to(labels.device)], [sizes for _, sizes in plans])
-
-
-def _filled_up(positions: Tensor, steps: int, width: int) -> Tensor:
-    """A plan of that size; what is added is a client's first image, which does not count."""
-    lacking = steps - positions.shape[0], width - positions.shape[1]
-    return F.pad(positions, (0, lacking[1], 0, lacking[0])) if any(lacking) else positions
-
-
-@dataclass(frozen=True)
 class LinedUp:
     """The clients of a stage, in the order of the rows of everything here."""
 
     clients: list[int]
     images: list[Images]
     table: Timetable
+    demand: Demand
     draws: list[torch.Generator]  #: of the random draws of the steps
     rates: dict[str, float]
     curves: list[list[float]]  #: by client and step, a factor on the rates
@@ -127,9 +68,8 @@ class LinedUp:
 class LocalTraining:
     """Runs the stages of a method for clients whose images and parameters are at hand."""
 
-    def __init__(self, config: Config, world: World, bank: ImageBank, noise: Noise, fold_size: FoldSize) -> None:
-        self.config, self.world, self.bank, self.noise, self.fold_size = config, world, bank, noise, fold_size
-        self._unfoldable: list[Method] = []
+    def __init__(self, config: Config, world: World, bank: ImageBank, noise: Noise, demands: Demands) -> None:
+        self.config, self.world, self.bank, self.noise, self.demands = config, world, bank, noise, demands
 
     def run(
         self,
@@ -190,19 +130,19 @@ class LocalTraining:
     ) -> Iterator[LinedUp]:
         """The clients of a stage with all they need, those with most steps first, as many at a time as make a good batch."""
         train, seed = self.config.train, self.config.seed
-        plans: dict[int, tuple[Tensor, list[int]]] = {}
+        plans: dict[int, Plan] = {}
         shares: dict[int, Images] = {}
         for trainee in trainees:
             client = trainee.client
             order = stream(seed, round, client, f"{purpose}batches.{stage.name}")
             shares[client] = self.share(trainee.images, stage, client)
-            plans[client] = batches(len(shares[client]), train.batch_size, stage.epochs, stage.steps, order)
+            plans[client] = shuffled(len(shares[client]), train.batch_size, stage.epochs, stage.steps, order)
         clients = sorted(plans, key=lambda client: -len(plans[client][1]))
         rounds = self.config.federation.rounds
         rates = {name: learning_rate(train, name, 1 if fitting else max(round, 1), rounds) for name in stage.trainable}
         most = max(max(sizes) for _, sizes in plans.values())
-        demand = self.fold_size.demand(stage.step, params[clients[0]], shares[clients[0]], training=True)
-        size = self.fold_size.of(demand, most)
+        demand = self.demands.of(stage.step, params[clients[0]], shares[clients[0]], training=True)
+        size = self.demands.clients(demand, most)
         for start in range(0, len(clients), size):
             group = clients[start : start + size]
             images = [shares[client] for client in group]
@@ -212,7 +152,7 @@ class LocalTraining:
             draws = [stream(seed, round, client, f"{purpose}noise.{stage.name}") for client in group]
             curves = [self._curve(len(plans[client][1])) for client in group]
             table = timetable(images, [plans[client] for client in group])
-            yield LinedUp(group, images, table, draws, rates, curves)
+            yield LinedUp(group, images, table, demand, draws, rates, curves)
 
     def _curve(self, steps: int) -> list[float]:
         """A client's own schedule in a stage: the factors on its rates."""
@@ -250,34 +190,18 @@ class LocalTraining:
         return together, torch.stack(losses, dim=1)
 
     def _losses(self, method: Method, params: Together, line: LinedUp, number: int) -> Tensor:
-        """The losses (N,) of one step, folded where that is possible."""
+        """The losses (N,) of one step."""
         sizes = line.table.now(number)
         noise = [self.noise(method, size, True, line.draws[place]) for place, size in enumerate(sizes)]
-        if len(sizes) > 1 and method not in self._unfoldable:
-            try:
-                return losses_together(method, self.world, params, self.bank, self._folded(method, line, number, noise))
-            except NotFoldable:
-                self._unfoldable.append(method)
-        return torch.stack(
-            [
-                step_loss(
-                    method,
-                    self.world,
-                    params.of_client(place),
-                    line.images[place],
-                    line.table.positions[place, number, :size],
-                    noise[place],
-                )
-                for place, size in enumerate(sizes)
-            ]
-        )
+        if len(sizes) == 1:
+            positions = line.table.positions[0, number, : sizes[0]]
+            return step_loss(method, self.world, params.of_client(0), line.images[0], positions, noise[0]).unsqueeze(0)
 
-    def _folded(self, method: Method, line: LinedUp, number: int, noise: Sequence[Tensors]) -> Folded:
-        sizes = line.table.now(number)
-        count, width = len(sizes), max(sizes)
-        indices, labels = (each[:count, number, :width] for each in (line.table.indices, line.table.labels))
-        drawn = fill_up(noise, sizes, image_axes(method, self.world, True) if min(sizes) < width else {})
-        return Folded.of(self.world, self.bank, method, indices, labels, sizes, drawn, training=True)
+        def features(indices: Tensor) -> Tensors:
+            return {name: self.bank.features(name, indices) for name in method.needs}
+
+        folded = Folded.of(line.table, number, noise, line.demand.axes, features, self.world, training=True)
+        return losses_together(method, self.world, params, self.bank, folded)
 
     def _corrected(self, method: Method, stepped: Tensors, before: Together, number: int) -> Tensors:
         """What the method makes of the optimiser's step of every client."""

@@ -132,7 +132,7 @@ def sgd_step(
     `factors` (N,) on the rates are the clients' own.
     """
     if train.clip_norm is not None:
-        squares = [grad.flatten(1).square().sum(1) for grad in grads.values()]
+        squares = [grad.reshape(len(grad), -1).square().sum(1) for grad in grads.values()]
         scale = (train.clip_norm / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1.0)
         grads = {name: _by_client(scale, grad) for name, grad in grads.items()}
     stepped, moving = {}, {}

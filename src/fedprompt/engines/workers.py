@@ -33,6 +33,7 @@ LAST_WORDS = 20  #: lines of a worker's standard error that an error quotes
 LONGEST_LINE = 2000
 PATIENCE = 5.0  #: seconds until a process that must end is given up
 AHEAD = 2  #: tasks for each worker that are at hand: the one under way, and the next
+WAITING = 8  #: tasks for each worker that may be done before it is their turn
 FAMILY = {name: each for name, each in vars(errors).items() if isinstance(each, type)}
 
 
@@ -273,7 +274,9 @@ class Workers(InProcess):
         pending: deque[Future[Frame]] = deque()
         try:
             for group in self._groups(clients):
-                while len(under_way := [each for each in pending if not each.done()]) >= AHEAD * self._crew.size:
+                while (under_way := [each for each in pending if not each.done()]) and (
+                    len(under_way) >= AHEAD * self._crew.size or len(pending) >= WAITING * self._crew.size
+                ):
                     wait(under_way, return_when=FIRST_COMPLETED)
                 pending.append(self._crew.submit(self._task(kind, round, group, download)))
                 while pending and pending[0].done():

@@ -47,6 +47,13 @@ def test_clipping_bounds_the_step_of_each_client_over_all_its_tensors() -> None:
     torch.testing.assert_close(stepped["y"], torch.tensor([[-0.8], [-0.4]]), atol=1e-5, rtol=0)
 
 
+def test_a_single_number_can_be_trained_and_clipped() -> None:
+    stepped, _ = sgd_step(
+        {"x": torch.zeros(2)}, {"x": torch.tensor([5.0, 0.5])}, {}, {"x": 1.0}, TrainConfig(momentum=0.0, clip_norm=1.0)
+    )
+    torch.testing.assert_close(stepped["x"], torch.tensor([-1.0, -0.5]), atol=1e-5, rtol=0)
+
+
 def test_every_client_steps_by_a_factor_of_its_own() -> None:
     zeros, grads = {"x": torch.zeros(2, 3)}, {"x": torch.ones(2, 3)}
     stepped, _ = sgd_step(zeros, grads, {}, {"x": 0.5}, TrainConfig(momentum=0.0), torch.tensor([1.0, 0.2]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,11 @@ from support import experiment, local_tensors, run, shared_tensors
 
 import fedprompt.engines.local_training as local_training
 from fedprompt.engines import folding
-from fedprompt.engines.folding import ENOUGH_ROWS, MOST_CLIENTS, FoldSize, Together, alike, fill_up, image_axes
+from fedprompt.engines.demand import ENOUGH_ROWS, MOST_CLIENTS, Demand, Demands, alike
+from fedprompt.engines.folding import Together, fill_up
 from fedprompt.engines.images import ImageBank
-from fedprompt.engines.local_training import batches, timetable
-from fedprompt.errors import ConfigError, DivergenceError
+from fedprompt.engines.timetable import in_order, shuffled, timetable
+from fedprompt.errors import ConfigError, ContractError, DivergenceError
 from fedprompt.federation.states import ClientStates
 from fedprompt.method import Batch, Method, Prompts, Seen, World
 from fedprompt.methods.fedvpt import FedVPT
@@ -80,11 +81,14 @@ def test_clients_with_other_names_shapes_or_precision_are_not_alike(other: Tenso
 def test_batches_are_those_of_a_plain_loop(count: int, size: int, epochs: int, steps: int | None) -> None:
     order = seeded()
     plain = [part for _ in range(epochs) for part in torch.randperm(count, generator=order).split(size)][:steps]
-    positions, sizes = batches(count, size, epochs, steps, seeded())
-    assert sizes == [len(part) for part in plain]
-    for row, part in zip(positions, plain, strict=True):
-        assert row[: len(part)].tolist() == part.tolist()
-        assert set(row.tolist()) <= set(range(count))
+    for (positions, sizes), expected in (
+        (shuffled(count, size, epochs, steps, seeded()), plain),
+        (in_order(count, size), list(torch.arange(count).split(size))),
+    ):
+        assert sizes == [len(part) for part in expected]
+        for row, part in zip(positions, expected, strict=True):
+            assert row[: len(part)].tolist() == part.tolist()
+            assert set(row[len(part) :].tolist()) <= {part[0].item()}, "what fills up is of the same batch"
 
 
 @dataclass(frozen=True)
@@ -103,13 +107,15 @@ def test_a_timetable_knows_which_images_count_and_who_is_done() -> None:
         Held(np.arange(10, 15), torch.arange(5)),
         Held(np.arange(20, 22), torch.arange(2)),
     ]
-    table = timetable(images, [batches(5, 2, 1, None, seeded(1)), batches(2, 2, 1, None, seeded(2))])
+    table = timetable(images, [shuffled(5, 2, 1, None, seeded(1)), shuffled(2, 2, 1, None, seeded(2))])
     assert table.steps == 3
     assert [table.now(step) for step in range(3)] == [[2, 2], [2], [1]]
     seen = [table.indices[0, step, place].item() for step in range(3) for place in range(table.now(step)[0])]
     assert sorted(seen) == list(range(10, 15))
     assert torch.equal(table.labels[0] + 10, table.indices[0])
     assert sorted(table.indices[1, 0].tolist()) == [20, 21]
+    wide = timetable(images, [in_order(5, 8), in_order(2, 8)])
+    assert wide.indices[1, 0].tolist() == [20, 21, 20, 20, 20]
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,17 @@ class Noisy(Method):
         return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
+def demand_of(method: Method) -> Demand:
+    one: Any = Held(np.arange(1), torch.zeros(1, dtype=torch.long))
+    return Demands(WORLD, "auto", drawn).of(method, {}, one, training=True)
+
+
+def drawn(method: Method, size: int, training: bool, generator: torch.Generator) -> Tensors:
+    return method.noise(WORLD, size, training, generator)
+
+
 def test_the_axis_of_the_images_is_found_and_filled_up() -> None:
-    axes = image_axes(Noisy(), WORLD, True)
+    axes = demand_of(Noisy()).axes
     assert axes == {"first": (0, 1), "last": (1, 1), "repeated": (0, 4)}
     few, many = (Noisy().noise(WORLD, size, True, seeded(size)) for size in (2, 3))
     filled = fill_up([few, many], [2, 3], axes)
@@ -137,6 +152,23 @@ def test_the_axis_of_the_images_is_found_and_filled_up() -> None:
     assert torch.equal(filled["repeated"][0].view(4, 3, 2)[:, :2], few["repeated"].view(4, 2, 2))
     for name, tensor in many.items():
         assert torch.equal(filled[name][1], tensor)
+
+
+@dataclass(frozen=True)
+class Odd(Method):
+    """Draws in which no single axis goes over the images."""
+
+    shape: str = "both"
+
+    def noise(self, world: World, size: int, training: bool, generator: torch.Generator) -> Tensors:
+        shapes = {"both": (size, size), "half": (size // 2,), "more": (size + 1,)}
+        return {self.shape: torch.zeros(shapes[self.shape])}
+
+
+@pytest.mark.parametrize("shape", ["both", "half", "more"])
+def test_draws_that_cannot_be_filled_up_are_refused(shape: str) -> None:
+    with pytest.raises(ContractError, match=f"noise {shape!r} of Odd must have one axis over the images"):
+        demand_of(Odd(shape))
 
 
 @dataclass(frozen=True)
@@ -165,10 +197,32 @@ class Asks(Method):
     ],
 )
 def test_clients_are_folded_until_a_pass_has_enough_rows(method: Method, images: int, expected: int) -> None:
+    demand = demand_of(method)
+    assert Demands(WORLD, "auto", drawn).clients(demand, images) == min(expected, MOST_CLIENTS)
+    assert Demands(WORLD, 5, drawn).clients(demand, images) == 5
+    assert Demands(WORLD, 5, drawn).clients(replace(demand, foldable=False), images) == 1
+
+
+def test_what_was_asked_before_does_not_decide_for_clients_that_look_different() -> None:
+    """Else the first client a process meets would decide, and a resumed run would fold in another way."""
+
+    @dataclass(frozen=True)
+    class AsItIs(Method):
+        def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+            return Prompts(vision=(VisionPrompt(params["prompt"], (0,)),), repeat=1 if batch.training else 3)
+
     one: Any = Held(np.arange(1), torch.zeros(1, dtype=torch.long))
-    demand = FoldSize(WORLD, "auto").demand(method, {}, one, training=True)
-    assert FoldSize(WORLD, "auto").of(demand, images) == min(expected, MOST_CLIENTS)
-    assert FoldSize(WORLD, 5).of(demand, images) == 5
+    short, long = ({"prompt": torch.zeros(1, rows, 8)} for rows in (2, 7))
+    cases = [(short, True), (long, True), (short, False), (long, False)]
+    found = []
+    for order in (cases, cases[::-1]):
+        demands = Demands(WORLD, "auto", drawn)
+        rows = {
+            (len(params["prompt"][0]), training): demands.of(AsItIs(), params, one, training).per_image
+            for params, training in order
+        }
+        found.append(rows)
+    assert found[0] == found[1] == {(2, True): 7, (7, True): 12, (2, False): 21, (7, False): 36}
 
 
 @pytest.mark.parametrize(
@@ -176,8 +230,7 @@ def test_clients_are_folded_until_a_pass_has_enough_rows(method: Method, images:
     [(Asks(), ("cls",)), (Asks(tokens=3, block=1), ("tokens:1",)), (Asks(contexts=1), ("cls",))],
 )
 def test_what_a_step_reads_of_the_images_is_known_before_it(method: Method, features: tuple[str, ...]) -> None:
-    one: Any = Held(np.arange(1), torch.zeros(1, dtype=torch.long))
-    assert FoldSize(WORLD, "auto").demand(method, {}, one, training=True).features == features
+    assert demand_of(method).features == features
 
 
 def test_images_of_the_next_clients_are_decoded_ahead(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +244,7 @@ def test_images_of_the_next_clients_are_decoded_ahead(settings: Any, monkeypatch
     monkeypatch.setattr(ImageBank, "prefetch", watched)
     values = settings(engine={"cohort": 4}, federation={"rounds": 1}, backbone={"name": "tiny", "image_size": 32})
     ahead = experiment(values, FedVPT(prompt_tokens=2))
-    monkeypatch.setattr(FoldSize, "of", lambda self, demand, batch: 2)
+    monkeypatch.setattr(Demands, "clients", lambda self, demand, batch: 2)
     ahead.run()
     assert [names for _, names in asked] == [("tokens:0",)] * 2  # two clients of four, in training and in the test
 
