@@ -63,6 +63,17 @@ def last_line(text: str) -> str:
     return lines[-1][:200] if lines else "no word on why"
 
 
+def parsed(text: str | bytes) -> dict[str, Any]:
+    """What a program answered; one that says something else cannot be measured."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Unavailable(f"must answer with a JSON object, got {text[:100]!r}")
+    return found
+
+
 class Worker:
     """A process that answers every line it gets with a line of JSON. It uses one thread, and ends with all it started."""
 
@@ -74,24 +85,31 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            text=True,
             env={**os.environ, **ONE_THREAD, **(extra or {}), MARK: self._mark},
         )
+        self._heard = b""  # behind the last whole line
 
     def ask(self) -> dict[str, Any]:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
-            self._process.stdin.write("\n")
+            self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._silent() from None
-        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_SECONDS)
-        line = self._process.stdout.readline() if ready else ""
-        if not line:
-            raise self._silent()
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return parsed(self._line())
+
+    def _line(self) -> bytes:
+        """The next line, if all of it comes in time."""
+        assert self._process.stdout is not None
+        last = time.monotonic() + ANSWER_SECONDS
+        while b"\n" not in self._heard:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, last - time.monotonic()))
+            more = os.read(self._process.stdout.fileno(), 2**16) if ready and time.monotonic() < last else b""
+            if not more:
+                raise self._silent()
+            self._heard += more
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line
 
     def _silent(self) -> Unavailable:
         self._errors.seek(0)
@@ -101,7 +119,8 @@ class Worker:
         """End the process: by closing its input, then by force; and then whatever it has left behind."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it has ended, with our question unread
+            self._process.stdin.close()
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -172,5 +191,4 @@ def printed(command: Iterable[str], seconds: float) -> dict[str, Any]:
         raise Unavailable(f"took more than {seconds:g} s") from error
     if done.returncode:
         raise Unavailable(last_line(done.stderr))
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return parsed(done.stdout)

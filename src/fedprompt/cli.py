@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +12,7 @@ import typer
 
 from fedprompt import __version__
 from fedprompt.errors import ConfigError, FedpromptError
+from fedprompt.launching import launch, print_comparison, profiled, say, unobserved
 
 INTERRUPTED = 130
 
@@ -86,8 +84,8 @@ def run(
     """Train: one run per method, seed and sweep value of the config. Stop it whenever you like and --resume."""
     if trace and not profile:
         raise ConfigError("--trace must come with --profile: it shows a round of it")
-    around = partial(_profiled, trace=trace, as_json=as_json) if profile else _unobserved
-    _train(_load(config, overrides, seed), resume, quiet, as_json, around)
+    around = partial(profiled, trace=trace, as_json=as_json) if profile else unobserved
+    launch(_load(config, overrides, seed), resume, quiet, as_json, around)
 
 
 @protocol.command("new-clients")
@@ -104,7 +102,7 @@ def new_clients(
     """Hold some clients out of training, and evaluate only those."""
     from fedprompt.evaluation import protocols
 
-    _train(protocols.new_clients(config, overrides or (), _seeds(seed), share, epochs), resume, quiet, as_json)
+    launch(protocols.new_clients(config, overrides or (), _seeds(seed), share, epochs), resume, quiet, as_json)
 
 
 @protocol.command("base-to-novel")
@@ -120,7 +118,7 @@ def base_to_novel(
     """Keep some classes from the federation, and test its clients on them at the end."""
     from fedprompt.evaluation import protocols
 
-    _train(protocols.base_to_novel(config, overrides or (), _seeds(seed), share), resume, quiet, as_json)
+    launch(protocols.base_to_novel(config, overrides or (), _seeds(seed), share), resume, quiet, as_json)
 
 
 @protocol.command()
@@ -139,12 +137,12 @@ def comeback(
     from fedprompt.evaluation import protocols
 
     series = protocols.comeback(config, overrides or (), _seeds(seed), client, rounds, first)
-    done = _train(series.configs, resume, quiet, as_json)
+    done = launch(series.configs, resume, quiet, as_json)
     from fedprompt.report.comeback import comeback_table, save_comeback
 
     if not as_json:
         typer.echo(comeback_table(done, series.client, series.away))
-    _say(f"picture: {save_comeback(done, series.client, series.away, series.picture)}")
+    say(f"picture: {save_comeback(done, series.client, series.away, series.picture)}")
 
 
 @protocol.command()
@@ -166,10 +164,10 @@ def sweep(
     from fedprompt.evaluation import protocols
 
     series = protocols.sweep(axis, config, overrides or (), _seeds(seed))
-    done = _train(series.configs, resume, quiet, as_json)
+    done = launch(series.configs, resume, quiet, as_json)
     from fedprompt.report.sweeps import save_sweep
 
-    _say(f"picture: {save_sweep(done, series.field, series.picture)}")
+    say(f"picture: {save_sweep(done, series.field, series.picture)}")
 
 
 @protocol.command()
@@ -184,7 +182,7 @@ def ablation(
     """pFedBayesPT as point estimate, as Gaussian and whole, with the settings they have in common."""
     from fedprompt.evaluation import protocols
 
-    _train(protocols.ablation(config, overrides or (), _seeds(seed)), resume, quiet, as_json)
+    launch(protocols.ablation(config, overrides or (), _seeds(seed)), resume, quiet, as_json)
 
 
 @protocol.command()
@@ -199,7 +197,7 @@ def heterogeneity(
     """Clients that hold one of two label subsets each, and clients that hold both."""
     from fedprompt.evaluation import protocols
 
-    _train(protocols.heterogeneity(config, overrides or (), _seeds(seed)), resume, quiet, as_json)
+    launch(protocols.heterogeneity(config, overrides or (), _seeds(seed)), resume, quiet, as_json)
 
 
 @app.command()
@@ -209,7 +207,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """One row per method and setting: mean and standard deviation over seeds."""
-    _print_comparison(_open_runs(runs), "json" if as_json else format)
+    print_comparison(_open_runs(runs), "json" if as_json else format)
 
 
 @app.command()
@@ -385,80 +383,6 @@ def privacy(
     _emit(rows, as_json, "\n".join(privacy_text(row) for row in rows))
 
 
-def _unobserved(directory: Path) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _train(
-    configs: list[Any],
-    resume: bool,
-    quiet: bool,
-    as_json: bool,
-    around: Callable[[Path], AbstractContextManager[None]] = _unobserved,
-) -> list[Any]:
-    """The runs of some configs, with their progress while they last and their comparison at the end.
-
-    Each happens inside `around` its directory.
-    """
-    with _no_collection():
-        from fedprompt.experiment import Experiment
-
-        # all of them now: a mistake in the last one shows before the first one starts
-        experiments = [Experiment(each) for each in configs]
-    done = []
-    for experiment in experiments:
-        observer = None if quiet or as_json else _progress()
-        try:
-            with around(experiment.config.run_directory):
-                done.append(experiment.run(resume=resume, observer=observer))
-        except KeyboardInterrupt:
-            _say(f"stopped; every finished round is in {experiment.config.run_directory}. Continue with --resume.")
-            raise
-        finally:
-            if observer is not None:
-                observer.stop()
-    _print_comparison(done, "json" if as_json else "table")
-    for each in done if quiet or as_json else []:  # progress has told the others
-        for _, _, kind, detail in each.reader.events():
-            if kind == "label_check":
-                _say(f"WARNING: {each.name}: {detail}")
-    if not as_json:
-        for each in done:
-            _say(f"run file: {each.directory / 'run.db'}")
-    return done
-
-
-@contextmanager
-def _profiled(directory: Path, trace: bool, as_json: bool) -> Iterator[None]:
-    """Measure a run, also one that is stopped, and tell what was found beside its run file."""
-    from rich.console import Console
-
-    from fedprompt.profiling import Profile
-    from fedprompt.report import profile
-
-    found = Profile(directory / profile.TRACE if trace else None)
-    try:
-        with found:
-            yield
-    finally:
-        if found.rounds:
-            path = profile.save(found, directory)
-            for table in () if as_json else profile.tables(found):
-                Console().print(table)
-            _say(f"profile: {path}")
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Imports make many objects and hardly any garbage; what is there afterwards stays and need not be looked through again."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 def _load(config: Path, overrides: list[str] | None, seeds: list[str] | None) -> list[Any]:
     from fedprompt import config_files
 
@@ -493,30 +417,6 @@ def _open_runs(paths: list[Path]) -> list[Any]:
     return found
 
 
-def _print_comparison(runs: list[Any], format: str) -> None:
-    from fedprompt.report import tables
-
-    rows = tables.comparison(runs)
-    if format == "json":
-        typer.echo(json.dumps(tables.json_rows(rows), indent=2))
-    elif format == "csv":
-        typer.echo(tables.csv(rows), nl=False)
-    elif format == "markdown":
-        typer.echo(tables.markdown(rows))
-    else:
-        from rich.console import Console
-
-        Console().print(tables.rich_table(rows))
-
-
-def _progress() -> Any:
-    from rich.console import Console
-
-    from fedprompt.progress import LiveProgress
-
-    return LiveProgress(Console(stderr=True))
-
-
 def _emit(data: Any, as_json: bool, text: str) -> None:
     typer.echo(json.dumps(data, indent=2, default=str) if as_json else text)
 
@@ -527,10 +427,6 @@ def _emit_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     lines = ["  ".join(key.ljust(width) for key, width in widths.items()).rstrip()]
     lines += ["  ".join(str(row[key]).ljust(width) for key, width in widths.items()).rstrip() for row in rows]
     _emit(rows, as_json, "\n".join(lines))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

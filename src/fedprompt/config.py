@@ -280,7 +280,7 @@ class Config(Section):
         return PRIVACY_PRESETS[value]
 
     def digest(self) -> str:
-        """The identity of what is computed: equal digests must give equal results."""
+        """The identity of what is computed: equal digests give equal results, but for the rounding of another engine."""
         return _digest(self.model_dump(mode="json", exclude=set(NO_RESULT)))
 
     def family(self) -> str:

@@ -234,8 +234,13 @@ class Experiment:
         except RunError:
             store.close()
             raise
-        if store.fact("versions") != versions:
-            store.note(len(store.rounds()), None, "resumed", f"with other versions: {json.dumps(versions)}")
+        engine = self.config.engine.model_dump(mode="json")
+        for what, stored, now in (
+            ("versions", store.fact("versions"), versions),
+            ("engine", store.fact("config").get("engine"), engine),
+        ):
+            if stored != now:  # either may change the last bits
+                store.note(len(store.rounds()), None, "resumed", f"with other {what}: {json.dumps(now)}")
         return store
 
     def _create_store(self, facts: dict[str, Any], world: World, bank: ImageBank) -> RunStore:

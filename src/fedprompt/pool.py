@@ -18,13 +18,19 @@ import torch
 from torch import Tensor
 
 from fedprompt.errors import ContractError
-from fedprompt.prompts.neighbours import Block, nearest
+from fedprompt.prompts.neighbours import Block, nearest, nearest_pairs
 
 TOGETHER = 128  #: clients that are answered in one pass
 REMEMBERED = 8  #: passes whose answers are kept
-BLOCK_BYTES = 32 * 2**20  #: of rows in memory at a time
+BLOCK_BYTES = 32 * 2**20  #: of rows, and of what is computed for each pair of row and client, in memory at a time
+PAIR_BYTES = 8  #: of these for one pair: its distance and the bound of it
 
 Answer = TypeVar("Answer")
+
+
+def rows_at_once(row_bytes: int) -> int:
+    """How many rows make a block."""
+    return max(1, BLOCK_BYTES // (row_bytes + PAIR_BYTES * TOGETHER))
 
 
 class Rows(Protocol):
@@ -82,7 +88,9 @@ class Pool:
         return Pool(self.kept, dict(sorted(pending.items())))
 
     def asked_by(self, clients: Sequence[int]) -> Pool:
-        """The same pool, knowing who is about to ask. Answers are the same without; they only take longer."""
+        """The same pool, knowing who is about to ask. Without, every answer takes a pass of its own. Who is nearest does not depend on it;
+        sums over the pool that a method makes for many clients at once may differ in their last bits.
+        """
         return replace(self, asking=clients, _answers=OrderedDict())
 
     @cached_property
@@ -108,7 +116,7 @@ class Pool:
 
     def _pending_blocks(self) -> Iterator[Block]:
         rows = list(self.pending.items())
-        most = max(1, BLOCK_BYTES // max(1, rows[0][1].nbytes)) if rows else 1
+        most = rows_at_once(rows[0][1].nbytes) if rows else 1
         for start in range(0, len(rows), most):
             part = dict(rows[start : start + most])
             yield Block(np.fromiter(part, dtype=np.int64), torch.stack(list(part.values())).reshape(len(part), -1))
@@ -126,16 +134,17 @@ class Pool:
         likely = self.kept.shortlists(own, count) if approximate else {}
         rest = {client: row for client, row in own.items() if client not in likely}
         found = nearest(rest, self.blocks(), count) if rest else {}
+        among_new = nearest_pairs({client: own[client] for client in likely}, self._pending_blocks(), count)
         for client, others in likely.items():
-            found |= nearest({client: own[client]}, self._among(others), count)
+            among_kept = nearest_pairs({client: own[client]}, self._still_kept(others), count)[client]
+            found[client] = [other for _, other in sorted([*among_kept, *among_new[client]])[:count]]
         return found
 
-    def _among(self, clients: Sequence[int]) -> Iterator[Block]:
-        """Some of the rows that are kept, and all pending ones."""
+    def _still_kept(self, clients: Sequence[int]) -> Iterator[Block]:
+        """Those of some rows that no pending one replaces."""
         still = sorted(client for client in clients if client not in self.pending)
         if still:
             yield Block(np.array(still), self.rows(still).reshape(len(still), -1))
-        yield from self._pending_blocks()
 
     def together(self, client: int, what: Hashable, answer: Callable[[Sequence[int]], Mapping[int, Answer]]) -> Answer:
         """The answer to a client that has a row, found for all that are asking with it in one go and remembered for them."""

@@ -254,9 +254,14 @@ class Profile:
         @wraps(function)
         def timed(federation: Any, server: Any, round: int) -> Any:
             last = round == federation.config.federation.rounds
-            watched = len(self.rounds) == 1 or (not self.rounds and last)  # the second, since the first one warms up
-            with self._watching_operators() if watched else nullcontext(), self._round(round):
-                found = function(federation, server, round)
+            done = len(self.rounds)
+            watched = done == 1 or (not done and last)  # the second, since the first one warms up
+            try:
+                with self._watching_operators() if watched else nullcontext(), self._round(round):
+                    found = function(federation, server, round)
+            except BaseException:
+                del self.rounds[done:]  # part of a round would count as a whole one
+                raise
             self.rounds[-1].watched = watched
             return found
 
@@ -286,9 +291,9 @@ class Profile:
         with profile(activities=[ProfilerActivity.CPU]) as found:
             yield
         averages = sorted(found.key_averages(), key=lambda each: -each.self_cpu_time_total)[: self.MOST_OPERATORS]
-        self.operators = [Operator(each.key, each.count, each.self_cpu_time_total / 1e6) for each in averages]
         if self._trace is not None:
             found.export_chrome_trace(str(self._trace))
+        self.operators = [Operator(each.key, each.count, each.self_cpu_time_total / 1e6) for each in averages]
 
 
 def _method_classes() -> Iterator[type]:

@@ -69,6 +69,44 @@ def test_a_worker_that_breaks_is_told_by_its_last_words(bench: ModuleType) -> No
         bench.take_turns({"a": [sys.executable, "-c", "raise SystemExit('no such toy')"]}, 1, {})
 
 
+@pytest.mark.parametrize("said", ["a warning", "[1]", "\\xff"])
+def test_a_worker_that_says_something_else_is_unavailable(bench: ModuleType, said: str) -> None:
+    talker = f"import sys; sys.stdin.readline(); sys.stdout.buffer.write(b'{said}\\n')"
+    with pytest.raises(bench.Unavailable, match="must answer with a JSON object"):
+        bench.take_turns({"a": [sys.executable, "-c", talker]}, 1, {})
+    with pytest.raises(bench.Unavailable, match="must answer with a JSON object"):
+        bench.printed([sys.executable, "-c", f"print({said[:9]!r})"], 60)
+
+
+def test_half_a_line_is_waited_for_no_longer_than_a_whole_one(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peers
+
+    monkeypatch.setattr(peers, "ANSWER_SECONDS", 2)
+    monkeypatch.setattr(peers, "END_SECONDS", 1)
+    halting = "import sys, time; print('{\"number\": 1', end='', flush=True); time.sleep(300)"
+    with peers.Worker([sys.executable, "-c", halting]) as worker, pytest.raises(bench.Unavailable, match="no answer"):
+        worker.ask()
+
+
+def test_lines_that_come_together_are_answers_one_after_the_other(bench: ModuleType) -> None:
+    import peers
+
+    hasty = 'import sys; sys.stdin.readline(); print(\'{"number": 1}\\n{"number": 2}\', flush=True); sys.stdin.read()'
+    with peers.Worker([sys.executable, "-c", hasty]) as worker:
+        assert [worker.ask()["number"], worker.ask()["number"]] == [1, 2]
+
+
+def test_a_worker_that_has_ended_is_told_as_silent(bench: ModuleType) -> None:
+    import peers
+
+    with peers.Worker([sys.executable, "-c", ""]) as worker:
+        worker._process.wait()
+        with pytest.raises(bench.Unavailable, match="gave no answer"):
+            worker.ask()
+
+
 def test_what_a_worker_leaves_behind_is_ended(bench: ModuleType) -> None:
     import peers
 

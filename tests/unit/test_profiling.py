@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from support import content
+from support import StopAfter, Stopped, content
 from typer.testing import CliRunner
 
 from fedprompt import profiling
 from fedprompt.backbones.tiny import random_vit
 from fedprompt.cli import app
-from fedprompt.errors import ConfigError, RunError
+from fedprompt.errors import ConfigError, RunError, StorageError
 from fedprompt.experiment import Experiment
 from fedprompt.federation.rounds import Federation
 from fedprompt.federation.store import FILE
+from fedprompt.launching import profiled
 from fedprompt.method import Method
 from fedprompt.profiling import FRAMEWORK, OF_METHODS, POINTS, Profile, Round, Spent, scope
 from fedprompt.prompts.insertion import VisionPrompt
@@ -299,6 +300,39 @@ def test_without_the_flag_nothing_is_written(config, tmp_path):
     (directory,) = (tmp_path / "runs").iterdir()
     assert (directory / FILE).is_file()
     assert not (directory / told.FILE).exists()
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the second round, the one that is watched, before it is committed."""
+    commit = Federation._commit
+
+    def stopped(federation: Federation, server: Any, record: Any, *rest: Any) -> Any:
+        if record.round == 2:
+            raise KeyboardInterrupt
+        return commit(federation, server, record, *rest)
+
+    monkeypatch.setattr(Federation, "_commit", stopped)
+
+
+def test_a_round_that_was_not_finished_does_not_count(config, tmp_path, interrupted):
+    CliRunner().invoke(app, ["run", str(config), "--quiet", "--profile", "--trace"])
+    (directory,) = (tmp_path / "runs").iterdir()
+    found = json.loads((directory / told.FILE).read_text())
+    assert [each["round"] for each in found["rounds"]] == found["rounds_counted"] == [1]
+    assert found["operators"] == {"round": None, "longest": []}
+
+
+def test_a_profile_that_cannot_be_written_does_not_hide_what_stopped_the_run(tmp_path, monkeypatch, capsys, settings):
+    def full(*_: object) -> Path:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(told, "save", full)
+    with pytest.raises(Stopped), profiled(tmp_path, trace=False, as_json=False):
+        Experiment(settings(federation={"rounds": 3})).run(observer=StopAfter(2))
+    assert "profile: not written: the disk is full" in capsys.readouterr().err
+    with pytest.raises(StorageError), profiled(tmp_path, trace=False, as_json=False):
+        run(settings(federation={"rounds": 1}), "another")
 
 
 def test_a_trace_without_a_profile_is_refused(config):

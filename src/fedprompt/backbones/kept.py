@@ -121,7 +121,7 @@ def _save(backbone: ViT, path: Path) -> bool:
 
 
 def _make_room(folder: Path) -> None:
-    """Forget the files opened longest ago until the rest, with one more, is within the bound. Who has one mapped keeps it."""
+    """Forget the files opened longest ago until the rest is within the bound; the next one may go beyond it. Mapped files live on."""
     by_age = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in folder.iterdir())
     total = sum(size for _, size, _ in by_age)
     for _, size, path in by_age:

@@ -9,7 +9,9 @@ from typing import overload
 
 import numpy as np
 
-MOST_BYTES = 2**27  #: of lists that are unpacked: some fifteen million images
+from fedprompt.errors import DataError, broken
+
+MOST_BYTES = 2**27  #: of lists in a run file before they are compressed: some fifteen million images
 
 
 class IndexLists(Sequence[np.ndarray]):
@@ -59,6 +61,10 @@ class IndexLists(Sequence[np.ndarray]):
 
     def packed(self) -> str:
         """As text: sizes and differences of neighbours, byte by byte of equal weight, compressed."""
+        most = MOST_BYTES // 8 - 1
+        if len(self) + len(self.values) > most:
+            rule = f"have at most {most} clients and images together to be kept in a run file"
+            raise DataError(broken("a partition", rule, len(self) + len(self.values)))
         numbers = np.concatenate([[len(self)], self.sizes, np.diff(self.values, prepend=0)]).astype("<i8")
         folded = (numbers << 1) ^ (numbers >> 63)  # small negative differences become small numbers
         planes = np.ascontiguousarray(folded.view(np.uint8).reshape(-1, 8).T)

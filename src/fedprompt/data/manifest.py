@@ -17,7 +17,7 @@ from fedprompt.assets import write_atomically
 from fedprompt.data import client_names
 from fedprompt.data.base import Source
 from fedprompt.data.index_lists import MOST_BYTES, IndexLists
-from fedprompt.errors import DataError, broken
+from fedprompt.errors import DataError, RunError, broken
 from fedprompt.reading import read_text, strict_json
 
 FORMAT = "fedprompt-manifest-1"
@@ -144,7 +144,11 @@ class Manifest:
             if len(found) != len(names):
                 raise DataError(broken(f"{INDEX_LISTS}.{part}", f"hold {len(names)} lists", len(found)))
         nobody = cls.from_json(json.dumps({**head, "clients": []}))
-        return replace(nobody, clients=Clients(names, *lists))
+        manifest = replace(nobody, clients=Clients(names, *lists))
+        if manifest.checksum != head.get("checksum"):
+            rule = f"be that of the clients beside it in the run file ({manifest.checksum[:12]}...)"
+            raise RunError(broken("manifest.checksum", rule, head.get("checksum")))
+        return manifest
 
     def save(self, path: str | Path) -> None:
         write_atomically(Path(path), self.to_json().encode())
@@ -250,7 +254,7 @@ def _client(values: Any, position: int) -> ClientData:
     if not 0 < len(name) <= LONGEST_NAME:
         raise DataError(broken(f"{field}.name", f"have 1 to {LONGEST_NAME} letters", name))
     parts = {}
-    for part in ("train", "test"):
+    for part in PARTS:
         indices = _field(values, part, list, f"manifest.clients.{name}")
         for index in indices:
             if type(index) is not int or abs(index) >= 2**63:

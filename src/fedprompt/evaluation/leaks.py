@@ -40,7 +40,7 @@ def open_audit(run: Run) -> Audit:
     source, manifest, backbone, world = experiment.prepare()
     require_same_ground(run.reader, backbone.digest(), manifest, "audited")
     shared, own = ({name: tensor.to(world.device) for name, tensor in wire.decode(blob).items()} for blob in state[1:])
-    pool, own = open_pool(run.reader, own)
+    pool, own = open_pool(run.reader, own, world)
     bank, states = experiment.bank(source, manifest, backbone), ClientStates(run.reader.client_state)
     terms = experiment.client_runtime(source, world, bank, states).terms
     return Audit(

@@ -46,10 +46,9 @@ class PoolIndex:
         if not own or len(clients) < max(LEAST, 2 * most):
             return {}
         rows = torch.stack(list(own.values()))
-        cells = self._ready(self._project(rows.shape[1]), clients)
-        near = cells.nearest(
-            self._project(rows.shape[1]).points(rows), most + 2
-        )  # itself, and the farthest, are left out
+        projection = self._project(rows.shape[1])
+        points = projection.points(rows)
+        near = self._ready(projection, clients).nearest(points, most + 2)  # itself, and the farthest, are left out
         found = {client: [each for each in keys if each != client] for client, keys in zip(own, near, strict=True)}
         return {client: keys for client, keys in found.items() if len(keys) >= most // 2}
 
@@ -64,7 +63,7 @@ class PoolIndex:
         return self._projection
 
     def _ready(self, projection: Projection, clients: np.ndarray) -> Cells:
-        cells = self._cells or self._opened(projection)
+        cells = self._opened(projection) if self._cells is None else self._cells
         if 2 * len(self._newer) >= len(clients):
             cells = self._made(cells.again(clients))
         self._cells = cells

@@ -111,7 +111,7 @@ class Federation:
 
     @cached_property
     def pool_rows(self) -> StoredRows:
-        return StoredRows(self.store)
+        return StoredRows(self.store, self.world)
 
     @cached_property
     def guard(self) -> Guard:

@@ -35,12 +35,17 @@ class Block:
 
 def nearest(own: Mapping[int, Tensor], blocks: Iterable[Block], count: int) -> dict[int, list[int]]:
     """For each of `own` (n,) the keys of the `count` rows nearest to it, nearest first, its own key left out; all if there are fewer."""
+    return {key: [other for _, other in found] for key, found in nearest_pairs(own, blocks, count).items()}
+
+
+def nearest_pairs(own: Mapping[int, Tensor], blocks: Iterable[Block], count: int) -> dict[int, list[tuple[float, int]]]:
+    """The same with their distances D, as rising pairs: those of several searches can be merged."""
     if not own or count < 1:
         return {key: [] for key in own}
     search = _Search(list(own), torch.stack(list(own.values())), count)
     for block in blocks:
         search.look_through(block)
-    return {key: [other for _, other in found] for key, found in zip(own, search.found, strict=True)}
+    return dict(zip(own, search.found, strict=True))
 
 
 @dataclass

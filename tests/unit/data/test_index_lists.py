@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fedprompt.data import index_lists
 from fedprompt.data.client_names import NumberedNames, as_fact, compact, from_fact
 from fedprompt.data.index_lists import IndexLists
+from fedprompt.errors import DataError
 
 pytestmark = pytest.mark.unit
 numbers = st.integers(-(2**40), 2**40)
@@ -62,6 +63,14 @@ def test_a_bomb_does_not_unfold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_lists, "MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="at most 1000 bytes"):
         IndexLists.unpacked(packed([200, *[1] * 400]))
+
+
+def test_what_could_not_be_unpacked_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_lists, "MOST_BYTES", 80)
+    most = IndexLists.of_sizes(np.arange(7), np.array([3, 4]))
+    assert IndexLists.unpacked(most.packed()).values.tolist() == list(range(7))
+    with pytest.raises(DataError, match=r"a partition must have at most 9 clients and images together .*got 10"):
+        IndexLists.of_sizes(np.arange(8), np.array([4, 4])).packed()
 
 
 @given(st.integers(1, 1200), st.data())

@@ -18,7 +18,7 @@ from fedprompt.data.manifest import ClientData, Clients, Manifest, stored_checks
 from fedprompt.data.partition import make_manifest
 from fedprompt.data.pictures import draw_matrix
 from fedprompt.data.tiny import TinySource
-from fedprompt.errors import DataError
+from fedprompt.errors import DataError, RunError
 
 pytestmark = pytest.mark.unit
 DATA = DataConfig(source="tiny")
@@ -212,6 +212,18 @@ def test_facts_that_do_not_fit_together_are_an_error(change, message):
     facts = {**tiny_manifest().to_facts(), **change}
     with pytest.raises(DataError, match=message):
         Manifest.from_facts(facts.get)
+
+
+def test_clients_of_another_manifest_in_a_run_file_are_told():
+    manifest = tiny_manifest()
+    swapped = {"index_lists": {"train": manifest.clients.test.packed(), "test": manifest.clients.train.packed()}}
+    for change in (
+        swapped,
+        {"clients": list("abcd")},
+        {"manifest": {**manifest.to_facts()["manifest"], "checksum": None}},
+    ):
+        with pytest.raises(RunError, match=r"manifest\.checksum must be that of the clients beside it"):
+            Manifest.from_facts({**manifest.to_facts(), **change}.get)
 
 
 def test_names_that_are_read_have_the_checksum_of_names_that_were_made():

@@ -8,7 +8,8 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,13 +21,15 @@ from torch import Tensor
 
 from fedprompt.errors import ConfigError, ContractError, RunError, StorageError
 from fedprompt.evaluation.leaks import open_audit
-from fedprompt.federation import pool as stored_pool
 from fedprompt.federation import pool_index, wire
 from fedprompt.federation.pool import Kind, StoredRows, open_pool, packed
 from fedprompt.federation.store import FILE, RoundRecord, RunReader, RunStore
+from fedprompt.method import World
 from fedprompt.methods.pfedmoap import PFedMoAP
-from fedprompt.pool import REMEMBERED, TOGETHER, Pool
+from fedprompt.pool import PAIR_BYTES, REMEMBERED, TOGETHER, Pool
 from fedprompt.prompts.neighbours import Block, nearest
+from fedprompt.roles import Roles
+from fedprompt.run import Run
 
 pytestmark = pytest.mark.unit
 
@@ -112,7 +115,7 @@ def test_answers_given_together_are_those_given_alone_and_the_naive_ones(
     kept = StoredRows(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedprompt.pool.TOGETHER", together)
-        patch.setattr(stored_pool, "BLOCK_BYTES", 3 * 64)
+        patch.setattr("fedprompt.pool.BLOCK_BYTES", 3 * (64 + PAIR_BYTES * together))
         pool = write(store, kept, Pool(kept).with_rows({client: values[each] for client, each in old.items()}), 0)
         pool = pool.with_rows({client: values[each] for client, each in new.items()})
         rows = {client: values[each] for client, each in {**old, **new}.items()}
@@ -202,6 +205,65 @@ def test_forged_rows_are_told(forgery: str, filled: Any, tmp_path: Path) -> None
             read(StoredRows(RunReader(tmp_path / "run")))
 
 
+def world_of(clients: int, *shape: int) -> World:
+    """Clients that upload one tensor."""
+    roles = Roles(shared={"context": torch.zeros(shape), "seen": torch.zeros((), dtype=torch.int64)})
+    return World(8, 1, 1, 1, ("cat",), [f"client_{number}" for number in range(clients)], roles=roles)
+
+
+@pytest.mark.parametrize(
+    ("forgery", "message"),
+    [
+        ("UPDATE pool SET client = -4 WHERE client = 2", r"client in 0\.\.4, got one of client -4"),
+        ("UPDATE pool SET client = 999999 WHERE client = 2", r"client in 0\.\.4, got one of client 999999"),
+        ("UPDATE pool SET client = 5 WHERE client = 2", r"client in 0\.\.4, got one of client 5"),
+        ("UPDATE pool SET kind = 'F32 16'", r"clients of this method upload \(F32 2 8\), got F32 16"),
+        ("UPDATE pool SET kind = 'BF16 2 16'", "got BF16 2 16"),
+    ],
+)
+def test_rows_that_do_not_fit_the_world_are_told(forgery: str, message: str, filled: Any, tmp_path: Path) -> None:
+    filled(rows_of(range(5)))
+    world = world_of(5, *SHAPE)
+    assert len(list(StoredRows(RunReader(tmp_path / "run"), world).blocks())) == 1
+    with sqlite3.connect(tmp_path / "run" / FILE) as connection:
+        connection.execute(forgery)
+    connection.close()
+    pool = Pool(StoredRows(RunReader(tmp_path / "run"), world))
+    for ask in (lambda: pool.nearest(3, 1), lambda: 3 in pool and pool.rows([3])):
+        with pytest.raises(RunError, match=message):
+            ask()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_stored_rows_are_finite(number: float, dtype: torch.dtype, filled: Any) -> None:
+    rows = {client: row.to(dtype) for client, row in rows_of(range(5)).items()}
+    rows[3] = torch.full(SHAPE, torch.finfo(dtype).max, dtype=dtype)  # the sum of these is not
+    _, kept, pool = filled(rows)
+    assert pool.nearest(0, 4)[-1] == 3
+    rows[2][1, 1] = number
+    _, kept, _ = filled(rows, "forged")
+    for read in (lambda: list(kept.blocks()), lambda: kept.chosen([1, 2])):
+        with pytest.raises(RunError, match="must be finite, got NaN or infinity"):
+            read()
+
+
+def test_a_row_that_could_not_be_read_again_is_not_written(filled: Any) -> None:
+    store, _, pool = filled(rows_of([1]))
+    with pytest.raises(ContractError, match="got F32 3 over F32 2 8"):
+        write(store, StoredRows(store), pool.with_rows({2: torch.zeros(3)}), 1)
+    with pytest.raises(ContractError, match=r"like what clients upload \(F32 3\), got F32 2 8"):
+        StoredRows(filled({}, "empty")[0], world_of(5, 3)).change(Pool().with_rows(rows_of([2])))
+
+
+def test_a_block_has_room_for_what_is_computed_of_its_rows(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of four bytes: what they are compared in is far larger than they are."""
+    monkeypatch.setattr("fedprompt.pool.BLOCK_BYTES", 10 * (4 + PAIR_BYTES * TOGETHER))
+    _, _, pool = filled(rows_of(range(95), shape=()))
+    sizes = [len(block.keys) for block in pool.with_rows(rows_of(range(100, 125), shape=())).blocks()]
+    assert sizes == [*[10] * 9, 5, 10, 10, 5]
+
+
 def test_a_kind_is_read_as_it_is_written() -> None:
     assert Kind.parse("BF16 16 512") == Kind(torch.bfloat16, (16, 512))
     assert str(Kind(torch.float32, ())) == "F32"
@@ -209,7 +271,7 @@ def test_a_kind_is_read_as_it_is_written() -> None:
 
 
 def test_memory_does_not_grow_with_the_pool(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_pool, "BLOCK_BYTES", 2**19)
+    monkeypatch.setattr("fedprompt.pool.BLOCK_BYTES", 2**19)
 
     def peak(count: int) -> int:
         _, kept, pool = filled({}, f"run-{count}")
@@ -249,6 +311,29 @@ def test_an_old_run_can_be_read_and_not_resumed(tmp_path: Path) -> None:
         RunStore(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("99999999999999999999999", torch.zeros(SHAPE), "named by the number of a client"),
+        ("9" * 5000, torch.zeros(SHAPE), "named by the number of a client"),
+        ("007", torch.zeros(SHAPE), "named by the number of a client"),
+        ("\u0667", torch.zeros(SHAPE), "named by the number of a client"),
+        ("5", torch.zeros(SHAPE), r"client in 0\.\.4, got one of client 5"),
+        ("3", torch.zeros(2), "one shape and precision with all others, got 2 kinds"),
+        ("3", torch.full(SHAPE, math.nan), "must be finite"),
+        ("0", torch.zeros(2), "clients of this method upload"),
+        ("0", torch.zeros(SHAPE, dtype=torch.int64), r"got torch\.int64 2 8"),
+    ],
+)
+def test_forged_rows_of_an_old_run_are_told(name: str, row: Tensor, message: str) -> None:
+    old, world = cast(RunReader, SimpleNamespace(version=1)), world_of(5, *SHAPE)
+    own = {"pool.0": torch.zeros(SHAPE), "pool.keys": torch.zeros(3)}
+    pool, rest = open_pool(old, own, world)
+    assert (pool.clients.tolist(), set(rest)) == ([0], {"pool.keys"})
+    with pytest.raises(RunError, match=message):
+        open_pool(old, {**own, f"pool.{name}": row}, world)
+
+
 # --- the approximate index ------------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +360,25 @@ def test_approximate_neighbours_are_mostly_the_exact_ones_and_pending_rows_count
         assert right / 900 > 0.95
     twin = pool.with_rows({2000: pool.rows([7])[0]})
     assert twin.nearest(7, 3, True)[0] == 2000
+
+
+def test_pending_rows_are_looked_through_once_for_all_who_ask(
+    filled: Any, small_index: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, kept, pool = filled(clusters(range(600), seed=0))
+    pool = pool.with_rows(clusters(range(0, 700, 7), seed=1))
+    alone = {client: pool.nearest(client, 9, True) for client in range(60)}
+    likely = kept.shortlists({client: pool.rows([client])[0].flatten() for client in range(60)}, 9)
+    assert len(likely) == 60, "all of them must have a shortlist"
+    passes = []
+    blocks = Pool._pending_blocks
+    monkeypatch.setattr(Pool, "_pending_blocks", lambda self: passes.append(1) or blocks(self))
+    asked = pool.asked_by(range(60))
+    assert {client: asked.nearest(client, 9, True) for client in range(60)} == alone
+    assert len(passes) == 1
+    for client, found in alone.items():
+        known = {client, *likely[client], *pool.pending}
+        assert found == naive({each: pool.rows([each])[0] for each in known}, client, 9)
 
 
 def test_what_is_shortlisted_is_compared_exactly(filled: Any, small_index: None) -> None:
@@ -370,6 +474,32 @@ def test_an_approximate_run_resumes_to_the_same_bits(settings: Any, monkeypatch:
     resumed = run(values("broken"), MANY, resume=True)
     assert content(resumed) == content(run(values("whole"), MANY))
     assert resumed.reader.pool_cells() is not None
+
+
+@pytest.mark.parametrize(
+    ("forgery", "message"),
+    [
+        ("UPDATE pool SET client = 999999 WHERE client = 0", "got one of client 999999"),
+        ("UPDATE pool SET kind = 'F32 ' || (length(row) / 4)", "clients of this method upload"),
+        ("UPDATE pool SET row = CAST(zeroblob(length(row) - 4) || x'0000C07F' AS BLOB)", "must be finite"),
+    ],
+)
+def test_a_resumed_run_and_an_audit_hold_the_pool_against_their_world(
+    forgery: str, message: str, settings: Any
+) -> None:
+    method = {"name": "pfedmoap", "context_tokens": 2, "gate_width": 32}
+    values = settings(method=method, backbone={"name": "tiny-clip"}, federation={"rounds": 2})
+    with pytest.raises(Stopped):
+        run(values, observer=StopAfter(1))
+    (folder,) = Path(values["output"]["directory"]).iterdir()
+    with sqlite3.connect(folder / FILE) as connection:
+        connection.execute(forgery)
+    connection.close()
+    with pytest.raises(RunError, match=message):
+        run(values, resume=True)
+    audit = open_audit(Run(folder))
+    with pytest.raises(RunError, match=message):
+        audit.download(audit.server, 1)
 
 
 def test_the_audit_of_a_run_sees_its_pool(settings: Any) -> None:
