@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
@@ -88,6 +89,7 @@ class Moment(NamedTuple):
     """One pass through one part of a run, counted in calls and returns of functions since its start."""
 
     phase: str
+    turn: int  #: how many passes through this part came before
     first: int
     last: int
 
@@ -95,15 +97,17 @@ class Moment(NamedTuple):
 class _Steps:
     """Counts every call and return of a function, those of C functions too, and knows which part of the run it is in."""
 
-    def __init__(self, fatal: int | None, notes: Path) -> None:
+    def __init__(self, moment: Moment | None, step: int, notes: Path) -> None:
         self.count = 0
         self.inside: list[str] = []
         self.moments: list[Moment] = []
-        self._fatal, self._notes = fatal, notes
+        self._turns: Counter[str] = Counter()
+        self._moment, self._step, self._notes = moment, step, notes
+        self._fatal: int | None = None
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
         self.count += 1
-        if self.count == self._fatal:
+        if self._fatal is not None and self.count >= self._fatal:
             self._notes.write_text(json.dumps(self.inside))
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -114,23 +118,28 @@ class _Steps:
     @contextmanager
     def part(self, phase: str) -> Iterator[None]:
         self.inside.append(phase)
-        first = self.count
+        first, turn = self.count, self._turns[phase]
+        self._turns[phase] += 1
+        if self._moment is not None and (phase, turn) == self._moment[:2]:
+            self._fatal = first + self._step - self._moment.first
         try:
             yield
         finally:
-            self.moments.append(Moment(phase, first, self.count))
+            self.moments.append(Moment(phase, turn, first, self.count))
             self.inside.pop()
 
 
 def count_steps(notes: Path) -> None:
     """Plant: write down when each part of the run took place."""
-    steps = _watch(_Steps(None, notes))
+    steps = _watch(_Steps(None, 0, notes))
     Finalize(None, steps.save, exitpriority=1)  # a forked process does not run `atexit`
 
 
-def kill_at(step: int, notes: Path) -> None:
-    """Plant: SIGKILL at that step, after writing down which part of the run it is in."""
-    _watch(_Steps(step, notes))
+def kill_at(moment: Moment, step: int, notes: Path) -> None:
+    """Plant: SIGKILL at that step of such a moment, counted from its beginning, since what comes before it may take a few
+    steps more or less elsewhere; after writing down which part of the run it is in.
+    """
+    _watch(_Steps(moment, step, notes))
 
 
 def _watch(steps: _Steps) -> _Steps:

@@ -122,7 +122,7 @@ def test_a_kill_at_every_third_step_of_a_transaction(tmp_path: Path, undisturbed
         folder = tmp_path / str(step)
         folder.mkdir()
         (folder / "config.yaml").write_text(CONFIG)
-        kept = _survive(folder, undisturbed, partial(faults.kill_at, step, folder / "where"))
+        kept = _survive(folder, undisturbed, partial(faults.kill_at, moment, step, folder / "where"))
         found.add(kept[-1].round)
         shutil.rmtree(folder)
     assert found == {1, 2}
@@ -131,7 +131,7 @@ def test_a_kill_at_every_third_step_of_a_transaction(tmp_path: Path, undisturbed
 def _kill_within(folder: Path, undisturbed: Undisturbed, phase: str, chance: random.Random) -> None:
     moment = chance.choice([each for each in undisturbed.moments if each.phase == phase])
     step = chance.randint(moment.first + 1, moment.last)
-    _survive(folder, undisturbed, partial(faults.kill_at, step, folder / "where"))
+    _survive(folder, undisturbed, partial(faults.kill_at, moment, step, folder / "where"))
     assert phase in json.loads((folder / "where").read_text())
 
 
@@ -258,7 +258,11 @@ def test_nothing_looks_at_the_time_of_day() -> None:
     """Durations come from `perf_counter`, which cannot leap; a file's time is compared for equality, or tells which file of
     a full cache goes first.
     """
-    allowed = {("st_mtime_ns", "fingerprint.py"), ("st_mtime_ns", "feature_rows.py")}
+    allowed = {
+        (time, name)
+        for time in ("st_mtime_ns", "st_ctime_ns")
+        for name in ("fingerprint.py", "feature_rows.py", "kept.py")
+    }
     for path in (ROOT / "src").rglob("*.py"):
         text = path.read_text()
         for word in ("time.time", "datetime", "localtime", "gmtime", "CURRENT_TIME", "strftime", "mtime", "ctime"):
@@ -344,7 +348,9 @@ def test_an_empty_run_file_is_told_and_kept(folder: Path, undisturbed: Undisturb
 def test_the_log_of_a_deleted_run_file_does_not_haunt_the_next_one(folder: Path, undisturbed: Undisturbed) -> None:
     """SQLite would take the log of the old file for that of the new one, and mix the rounds of two runs."""
     moment = next(each for each in undisturbed.moments[::-1] if each.phase == "train")
-    assert call(folder, *RUN, plant=partial(faults.kill_at, moment.last, folder / "where")).code == -signal.SIGKILL
+    assert (
+        call(folder, *RUN, plant=partial(faults.kill_at, moment, moment.last, folder / "where")).code == -signal.SIGKILL
+    )
     assert (folder / DIRECTORY / "run.db-wal").stat().st_size
     (folder / DIRECTORY / "run.db").unlink()
     found = []

@@ -300,13 +300,14 @@ class RunStore(RunReader):
         """A commit survives the end of this process. That it also survives a power cut is waited for once a second at most."""
         self._require_same_file()
         cursor = self._connection.cursor()
-        waits = time.monotonic() - self._on_disk >= WAIT_EVERY
+        now = time.monotonic()
+        waits = now - self._on_disk >= WAIT_EVERY
         cursor.execute(f"PRAGMA synchronous = {'FULL' if waits else 'NORMAL'}")
         cursor.execute("BEGIN IMMEDIATE")
         try:
             yield cursor
             cursor.execute("COMMIT")
-            self._on_disk = time.monotonic() if waits else self._on_disk
+            self._on_disk = now if waits else self._on_disk
         except BaseException:
             if self._connection.in_transaction:
                 cursor.execute("ROLLBACK")
