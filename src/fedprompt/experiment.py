@@ -234,10 +234,11 @@ class Experiment:
         except RunError:
             store.close()
             raise
-        engine = self.config.engine.model_dump(mode="json")
+        engine = self.config.engine.model_dump(mode="json", include={"cohort", "compile"})
+        before = store.fact("config").get("engine", {})
         for what, stored, now in (
             ("versions", store.fact("versions"), versions),
-            ("engine", store.fact("config").get("engine"), engine),
+            ("engine", {name: before.get(name) for name in engine}, engine),
         ):
             if stored != now:  # either may change the last bits
                 store.note(len(store.rounds()), None, "resumed", f"with other {what}: {json.dumps(now)}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import experiment, local_tensors, run, shared_tensors
+from support import StopAfter, Stopped, experiment, local_tensors, run, shared_tensors
 
 import fedprompt.engines.local_training as local_training
 from fedprompt.engines import folding
@@ -346,3 +346,11 @@ def assert_near(alone: Run, together: Run) -> None:
     ]:
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_that_is_resumed_with_another_cohort_says_so(settings: Any) -> None:
+    with pytest.raises(Stopped):
+        run(settings(engine={"cohort": 2}), FedVPT(prompt_tokens=2), StopAfter(1))
+    done = run(settings(engine={"cohort": 1, "memory_gib": 1.0}), FedVPT(prompt_tokens=2), resume=True)
+    notes = [detail for _, _, kind, detail in done.reader.events() if kind == "resumed"]
+    assert notes == ['with other engine: {"cohort": 1, "compile": false}']
