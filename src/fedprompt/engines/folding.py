@@ -85,18 +85,19 @@ class Folded:
         step: int,
         noise: Sequence[Tensors],
         axes: Axes,
-        features: Callable[[Tensor], Tensors],
+        method: Method,
         world: World,
+        bank: ImageBank,
         training: bool,
     ) -> Folded:
-        """One step of a timetable with the draws of its clients, and features by the images' indices."""
+        """One step of a timetable with the draws of its clients and the features the method needs."""
         sizes = table.now(step)
         count, width = len(sizes), max(sizes)
         indices = table.indices[:count, step, :width]
         weights = None
         if min(sizes) < width:
             weights = (torch.arange(width) < torch.tensor(sizes)[:, None]).to(world.device, world.dtype)
-        found = {name: rows.unflatten(0, indices.shape) for name, rows in features(indices.flatten()).items()}
+        found = {name: bank.features(name, indices.flatten()).unflatten(0, indices.shape) for name in method.needs}
         labels = table.labels[:count, step, :width]
         return cls(indices, labels, found, weights, fill_up(noise, sizes, axes), training)
 

@@ -196,11 +196,8 @@ class LocalTraining:
         if len(sizes) == 1:
             positions = line.table.positions[0, number, : sizes[0]]
             return step_loss(method, self.world, params.of_client(0), line.images[0], positions, noise[0]).unsqueeze(0)
-
-        def features(indices: Tensor) -> Tensors:
-            return {name: self.bank.features(name, indices) for name in method.needs}
-
-        folded = Folded.of(line.table, number, noise, line.demand.axes, features, self.world, training=True)
+        axes = line.demand.axes
+        folded = Folded.of(line.table, number, noise, axes, method, self.world, self.bank, training=True)
         return losses_together(method, self.world, params, self.bank, folded)
 
     def _corrected(self, method: Method, stepped: Tensors, before: Together, number: int) -> Tensors:

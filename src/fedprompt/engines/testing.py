@@ -119,7 +119,7 @@ class Testing:
         for step in range(table.steps):
             sizes = table.now(step)
             noise = [self.noise(method, each, False, draws[place]) for place, each in enumerate(sizes)]
-            folded = Folded.of(table, step, noise, demand.axes, self._features, self.world, training=False)
+            folded = Folded.of(table, step, noise, demand.axes, method, self.world, self.bank, training=False)
             working = together.first(len(sizes))
             seen = look_together(method, self.world, working, self.bank, folded)
             found = predictions_together(method, self.world, working, seen, folded)
@@ -129,6 +129,3 @@ class Testing:
                 told = method.diagnostics(self.world, working.of_client(place), seen_by(seen, place), batch)
                 numbers[client].add(told, each)
         return {client: (torch.cat(parts[client], dim=1), numbers[client].values()) for client in clients}
-
-    def _features(self, indices: Tensor) -> Tensors:
-        return {name: self.bank.features(name, indices) for name in self.method.needs}
