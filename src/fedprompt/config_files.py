@@ -22,6 +22,7 @@ from fedprompt.reading import read_text
 from fedprompt.yaml_text import MOST_BYTES, MOST_LEVELS, read_yaml
 
 SCALE = "scale="  # the override that chooses an overlay
+PUBLISHED = "published"  # numbers of a paper: for `fedprompt reproduce`, not part of an experiment
 CASES = "cases"  # the axis of a sweep whose choices set several settings each
 MOST_RUNS = 10_000  #: of one sweep
 MOST_TEXT = 64 * 2**20  #: bytes of settings, written out for every run of a sweep
@@ -36,14 +37,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] =
 
 def load_alike(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> list[Config]:
     """What `load` gives before names tell the runs apart: all are called as the file says."""
-    try:
-        raw = read_yaml(read_text(Path(path), MOST_BYTES)) or {}
-    except OSError as error:
-        raise ConfigError(f"config: cannot read {str(path)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"config: {str(path)!r} is not YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"config: {str(path)!r} must hold a mapping of sections, got {type(raw).__name__}")
+    raw = read(path)
     raw.setdefault("name", Path(path).stem)
     overrides = list(overrides)
     scales = [override.removeprefix(SCALE) for override in overrides if override.startswith(SCALE)]
@@ -53,6 +47,19 @@ def load_alike(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[
     return [parse(apply_overrides(values, overrides)) for values in runs]
 
 
+def read(path: str | Path) -> dict[str, Any]:
+    """The sections of a YAML file as they stand."""
+    try:
+        raw = read_yaml(read_text(Path(path), MOST_BYTES)) or {}
+    except OSError as error:
+        raise ConfigError(f"config: cannot read {str(path)!r}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"config: {str(path)!r} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config: {str(path)!r} must hold a mapping of sections, got {type(raw).__name__}")
+    return raw
+
+
 def at_scale(values: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
     """The settings with the overlay `scales.<scale>` laid over them; without a scale, as they stand.
 
@@ -60,6 +67,7 @@ def at_scale(values: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
     swept any more. The name tells the scale.
     """
     base = dict(values)
+    base.pop(PUBLISHED, None)
     scales = base.pop("scales", None) or {}
     if not isinstance(scales, dict) or not all(isinstance(overlay, dict) for overlay in scales.values()):
         raise ConfigError(broken("scales", "map names to sections of settings", scales))

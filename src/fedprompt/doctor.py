@@ -14,6 +14,12 @@ from fedprompt.data import embedded
 from fedprompt.errors import ConfigError, broken
 
 PACKAGES = ("fedprompt", "torch", "transformers", "safetensors", "datasets", "numpy", "pydantic")
+OPTIONAL = {
+    "flwr": "flower",
+    "cryptography": "secure",
+    "dp-accounting": "dp",
+    "faiss-cpu": "index",
+}  #: and their extras
 DATA_SET = "digits"
 
 
@@ -49,6 +55,11 @@ def examine() -> dict[str, Any]:
         except PackageNotFoundError:
             found[package] = None
             missing.append(f"package {package}: pip install -c constraints.txt {package}")
+    for package, extra in OPTIONAL.items():
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = f"not installed; pip install 'fedprompt[{extra}]' brings it"
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
     if not os.access(existing, os.W_OK):
         missing.append(f"a writable cache directory: {cache} is not; set FEDPROMPT_CACHE")

@@ -60,6 +60,12 @@ class QuorumError(FedpromptError):
     exit_code = 9
 
 
+def named(name: str) -> type[FedpromptError] | None:
+    """The error of this family that has this name, for those who hear of one from another process."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, FedpromptError) else None
+
+
 def broken(field: str, rule: str, value: object) -> str:
     """The one way a bad value is reported: `federation.fraction must be in (0, 1], got 1.5`."""
     shown = repr(value)

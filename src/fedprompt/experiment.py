@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from fedprompt.backbones.kept import identity
 from fedprompt.backbones.load import load_backbone
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import Config
+from fedprompt.data import class_counts
 from fedprompt.data.manifest import Manifest, stored_checksum
 from fedprompt.data.partition import make_manifest
 from fedprompt.data.sources import Source, open_both
@@ -28,25 +31,31 @@ from fedprompt.data.transforms import ImageStore
 from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.images import ImageBank
 from fedprompt.engines.inprocess import InProcess
+from fedprompt.engines.orders import Setting
+from fedprompt.engines.remote import Post, Remote
 from fedprompt.engines.workers import Crew, Workers
 from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.evaluation.base_to_novel import BaseToNovel, remember, require_names
 from fedprompt.evaluation.label_check import check_labels, warning
 from fedprompt.evaluation.novel_figures import stored_figures
 from fedprompt.federation.accounting import Plan
-from fedprompt.federation.budget import Terms
+from fedprompt.federation.budget import Terms, settled
 from fedprompt.federation.compatibility import check_protections
+from fedprompt.federation.guard import Guard
+from fedprompt.federation.messages import Download
 from fedprompt.federation.privacy import as_sent
 from fedprompt.federation.rounds import Engine, Federation, Observer
 from fedprompt.federation.sampling import absences, away_by_round, sample_newcomers
 from fedprompt.federation.states import ClientStates
-from fedprompt.federation.store import FILE, Event, RunReader, RunStore
+from fedprompt.federation.store import FILE, RUN_ID, Event, RunReader, RunStore
 from fedprompt.method import Method, World
-from fedprompt.roles import Tensors
+from fedprompt.roles import Roles
 from fedprompt.run import Run
 from fedprompt.streams import SERVER, stream
 
-Afterwards = Callable[[int, Sequence[int], Callable[[int], Tensors]], None]
+Prepared = tuple[Source, Manifest, ViT, World]
+MakeEngine = Callable[[ClientRuntime, RunStore, list[str]], Engine]
+Afterwards = Callable[[int, Sequence[int], Download], None]
 
 
 class Experiment:
@@ -69,61 +78,92 @@ class Experiment:
 
     def run(self, resume: bool = False, observer: Observer | None = None) -> Run:
         """Train until the last round. With `resume`, go on after the last committed round of the same config."""
-        config = self.config
-        self._refuse_another_run(resume)
+        config, observer = self.config, observer or Observer()
+        if config.engine.kind == "flower":
+            raise ConfigError(broken("engine.kind", "be run by `fedprompt federate run`: clients are sites", "flower"))
+        self.refuse_another_run(resume)
         if config.output.threads:
             torch.set_num_threads(config.output.threads)
-        with self._crew() as crew:  # started first: they import while this process prepares
-            self._run(crew, observer or Observer())
+        if config.engine.kind == "flower-simulation":
+            self._simulate(observer)
+        else:
+            with self._crew() as crew:  # started first: they import while this process prepares
+                self._run(partial(self._engine, crew=crew), self.prepare(), observer)
+                if crew is not None:
+                    crew.assert_frozen()
         return Run(config.run_directory)
 
-    def _run(self, crew: Crew | None, observer: Observer) -> None:
-        source, manifest, backbone, world = self.prepare()
+    def _run(self, make_engine: MakeEngine, prepared: Prepared, observer: Observer) -> None:
+        source, manifest, backbone, world = prepared
         frozen = identity(backbone)
         bank = self.bank(source, manifest, backbone)
         store = self._open_store(source, manifest, frozen, world, bank)
         try:
             runtime = self.client_runtime(source, world, bank, ClientStates(store.client_state))
             afterwards = self._novel_test(runtime, source, manifest, backbone, store, observer)
-            engine = self._engine(runtime, crew, [frozen, manifest.checksum])
+            engine = self._secured(make_engine(runtime, store, [frozen, manifest.checksum]), world.roles)
             Federation(self.config, world, self.method, engine, store, observer, runtime.terms, afterwards).run()
             backbone.assert_frozen(frozen)
-            if crew is not None:
-                crew.assert_frozen()
         finally:
             store.close()
+
+    def _simulate(self, observer: Observer) -> None:
+        """The same with every client a node of its own, which Flower simulates."""
+        from fedprompt.engines.flower.simulation import simulate
+
+        if self.config.data.novel:
+            rule = "be 0 with engine.kind: flower-simulation, whose clients keep their states to themselves"
+            raise ConfigError(broken("data.novel", rule, self.config.data.novel))
+        self._require_own_method("engine.kind", "in-process", self.config.engine.kind)
+        prepared = self.prepare()
+        simulate(len(prepared[3].client_names), self.config.engine, partial(self.run_by_post, prepared, observer))
+
+    def run_by_post(self, prepared: Prepared, observer: Observer, post: Post) -> None:
+        """Every round that is still missing, with clients that are reached by post."""
+
+        def make(runtime: ClientRuntime, store: RunStore, ground: list[str]) -> Engine:
+            settings = settled(self.config, runtime.terms).model_dump(mode="json")
+            return remote(post, Setting(run_id(store), settings, ground[0]), self.config, runtime.world, store)
+
+        self._run(make, prepared, observer)
 
     def prepare(self) -> tuple[Source, Manifest, ViT, World]:
         """Data, partition, backbone and the world a method sees, with its roles declared."""
         config = self.config
         source, novel = open_both(config.data, self.cache)
         manifest = make_manifest(source, config.data, config.partition, config.seed)
-        backbone = load_backbone(config.backbone, self.cache)
-        if config.engine.compile:
-            backbone = backbone.compiled()
-        shape = backbone.shape
-        names = manifest.clients.names
+        backbone = self.backbone()
+        world = self.world(backbone, source.class_names, manifest.clients.names)
+        if novel is not None:
+            require_names(self.method, world, novel, backbone, config)
+        return source, manifest, backbone, world
+
+    def backbone(self) -> ViT:
+        backbone = load_backbone(self.config.backbone, self.cache)
+        return backbone.compiled() if self.config.engine.compile else backbone
+
+    def world(self, backbone: ViT, class_names: tuple[str, ...], client_names: Sequence[str]) -> World:
+        """What the method may know, with its roles declared; settings that do not fit are refused."""
+        config, shape = self.config, backbone.shape
         world = World(
             shape.width,
             backbone.depth,
             shape.tokens,
             shape.patch,
-            source.class_names,
-            names,
-            newcomers=sample_newcomers(config.seed, len(names), config.federation.held_out),
-            language=backbone.language(source.class_names) if isinstance(backbone, DualEncoder) else None,
+            class_names,
+            client_names,
+            newcomers=sample_newcomers(config.seed, len(client_names), config.federation.held_out),
+            language=backbone.language(class_names) if isinstance(backbone, DualEncoder) else None,
             device=backbone.device,
             dtype=backbone.dtype,
         )
         if self.method.uses_text:
             _ = world.text  # raises where there is none
         self.method.check(world, config.train)
-        absences(config.federation, names, world.newcomers)  # raises where they cannot be met
+        absences(config.federation, client_names, world.newcomers)  # raises where they cannot be met
         world = replace(world, roles=self.method.init(world, stream(config.seed, 0, SERVER, "init")))
         check_protections(config, self.method, world)
-        if novel is not None:
-            require_names(self.method, world, novel, backbone, config)
-        return source, manifest, backbone, world
+        return world
 
     def bank(self, source: Source, manifest: Manifest, backbone: ViT) -> ImageBank:
         """Every client's images as the backbone wants them."""
@@ -147,23 +187,30 @@ class Experiment:
         return terms, terms.plans(self.config, bool(world.roles.statistics("start")), away)
 
     def _crew(self) -> AbstractContextManager[Crew | None]:
-        """The processes that share the work, where some are asked for; they build the method from the config."""
+        """The processes that share the work, where some are asked for."""
         size = self.config.engine.workers
         if not size:
             return nullcontext()
-        if self.method != registry.build(self.config.method, self.config.variant):
-            raise ConfigError(broken("engine.workers", "be 0 for a method that is not the config's own", size))
+        self._require_own_method("engine.workers", "0", size)
         return Crew(size)
 
-    def _engine(self, runtime: ClientRuntime, crew: Crew | None, ground: list[str]) -> Engine:
-        """Where clients run; behind a secure sum, where one is asked for."""
-        engine = InProcess(runtime) if crew is None else Workers(runtime, crew, ground)
+    def _require_own_method(self, field: str, instead: str, value: object) -> None:
+        """Raise where other processes could not build the method from the config."""
+        if self.method != registry.build(self.config.method, self.config.variant):
+            raise ConfigError(broken(field, f"be {instead} for a method that is not the config's own", value))
+
+    def _engine(self, runtime: ClientRuntime, store: RunStore, ground: list[str], crew: Crew | None) -> Engine:
+        """Where clients run: in this process, or shared out among its workers."""
+        return InProcess(runtime) if crew is None else Workers(runtime, crew, ground)
+
+    def _secured(self, engine: Engine, roles: Roles) -> Engine:
+        """The engine behind a secure sum, where one is asked for."""
         if not self.config.federation.secure_sum:
             return engine
         from fedprompt.engines.secure import SecureCohort
 
-        settings, roles = self.config.federation, as_sent(runtime.world.roles, self.config.privacy)
-        return SecureCohort(engine, roles, self.config.guard.quorum, uniform=settings.weighting == "uniform")
+        uniform, quorum = self.config.federation.weighting == "uniform", self.config.guard.quorum
+        return SecureCohort(engine, as_sent(roles, self.config.privacy), quorum, uniform)
 
     def _novel_test(
         self,
@@ -180,7 +227,7 @@ class Experiment:
             return None
         test = BaseToNovel.prepare(runtime, source, manifest, novel, backbone, self.cache)
 
-        def afterwards(round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> None:
+        def afterwards(round: int, clients: Sequence[int], download: Download) -> None:
             found = store.evaluations(round)  # the last round is always evaluated
             local = {client: result["correct"] / result["samples"] for client, result in found.items()}
 
@@ -191,7 +238,8 @@ class Experiment:
 
         return afterwards
 
-    def _refuse_another_run(self, resume: bool) -> None:
+    def refuse_another_run(self, resume: bool) -> None:
+        """Raise where the run directory holds a run of another config, or any run without `resume`."""
         directory = self.config.run_directory
         if not (directory / FILE).exists():
             return
@@ -216,21 +264,32 @@ class Experiment:
 
     def _open_store(self, source: Source, manifest: Manifest, frozen: str, world: World, bank: ImageBank) -> RunStore:
         """The run file of this experiment: a new one, or the one that is there if it rests on the same data and weights."""
-        directory, versions = self.config.run_directory, _versions()
-        if not (directory / FILE).exists():
-            facts = {
-                "config": self.config.model_dump(mode="json"),
-                "backbone": frozen,
-                **manifest.to_facts(),
-                "classes": list(source.class_names),
-                "domains": list(source.domain_names),
-                "versions": versions,
-            }
-            return self._create_store(facts, world, bank)
-        store = RunStore(directory)
+        if (self.config.run_directory / FILE).exists():
+            return self._resumed(manifest, frozen)
+        facts = {**self._facts(manifest, frozen), class_counts.FACT: class_counts.packed(manifest, source.labels)}
+        return self._create_store(facts, world, bank)
+
+    def _facts(self, manifest: Manifest, frozen: str) -> dict[str, Any]:
+        """What a new run file says of itself."""
+        facts = {
+            "config": self.config.model_dump(mode="json"),
+            "backbone": frozen,
+            **manifest.to_facts(),
+            "classes": list(manifest.class_names),
+            "domains": list(manifest.domain_names),
+            "versions": _versions(),
+        }
+        return facts if self.config.engine.kind == "in-process" else {**facts, RUN_ID: secrets.token_hex(16)}
+
+    def _resumed(self, manifest: Manifest, frozen: str, patience: float = 0.0) -> RunStore:
+        """The run file that is there, if it rests on the same data and weights."""
+        store, versions = RunStore(self.config.run_directory, patience=patience), _versions()
         try:
             advice = "; give the new run another name=, or delete the directory"
             require_same_ground(store, frozen, manifest, "resumed", advice)
+            if (store.fact(RUN_ID) is None) != (self.config.engine.kind == "in-process"):
+                rule = "keep clients where they are: in the run file, or on nodes"
+                raise RunError(broken("engine.kind", rule, self.config.engine.kind) + advice)
         except RunError:
             store.close()
             raise
@@ -272,6 +331,18 @@ def agreed(config: Config, world: World, steps: Callable[[int], int]) -> Terms |
     surveys = bool(world.roles.statistics("start"))
     away = away_by_round(config.federation, world.client_names, world.newcomers)
     return Terms.of(config, world.participants, surveys, steps, away)
+
+
+def run_id(store: RunStore) -> str:
+    """What tells this run from all others, on every node."""
+    return str(store.fact(RUN_ID))
+
+
+def remote(post: Post, setting: Setting, config: Config, world: World, store: RunStore) -> Remote:
+    """The engine whose clients are reached by post."""
+    guard = Guard(config.guard, as_sent(world.roles, config.privacy), private=config.privacy is not None)
+    most_bytes = {when: guard.most_bytes(when) for when in ("start", "round")}
+    return Remote(post, setting, ClientStates(store.client_state), most_bytes, world.device)
 
 
 def _versions() -> dict[str, str]:

@@ -23,6 +23,7 @@ differs from plain federated averaging. In the order in which a run calls them:
     newcomer     the same for a client that was held out of the federation
     predict    class probabilities, one set per draw
     diagnostics  numbers that tell how the method works
+    mixtures     what went into a prediction, and how much of each
 
 The step is split around the backbone so that an engine may fold many clients into one batch: `prompts`, `logits` and `loss` are mapped over
 stacked parameters (`torch.func.vmap`), and the backbone between them only ever sees samples with tokens of their own.
@@ -142,6 +143,17 @@ class Seen:
     image_patches: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, M, D)
     text: Tensors = field(default_factory=dict)  # (C, D) of every context in `Prompts.text`
     extra: Tensors = field(default_factory=dict)  #: `Prompts.extra`, that of `later` included
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Parts of which some, or some of each, went into the predictions of B images."""
+
+    what: str  #: the parts, such as "class prompts"
+    parts: tuple[str, ...]  #: their names
+    weights: Tensor  # (B, parts)
+    unit: str = "share"  #: what the weights are
+    used: Tensor | None = None  # (B, parts), true where a part was used; none for all that weigh anything
 
 
 @dataclass(frozen=True)
@@ -343,6 +355,10 @@ class Method:
         The engine averages them.
         """
         return {}
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        """What went into the predictions of a batch: experts, groups, class prompts. Asked for explanations, never in a run."""
+        return ()
 
 
 def without(clients: Sequence[int], some: Collection[int]) -> Sequence[int]:

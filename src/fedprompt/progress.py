@@ -60,12 +60,14 @@ class LiveProgress(Observer):
         )
 
     def refused(self, round: int, failure: Failure) -> None:
-        self._console.print(
-            f"  round {round}: refused {self._who(failure.client)} ({failure.rule}: {failure.value})",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        self._tell(f"  round {round}: refused {self._who(failure.client)} ({failure.rule}: {failure.value})")
+
+    def untested(self, round: int, failure: Failure) -> None:
+        self._tell(f"  round {round}: not tested {self._who(failure.client)} ({failure.rule}: {failure.value})")
+
+    def _tell(self, line: str) -> None:
+        """One line of text that came from elsewhere, as it is."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def spent(self, round: int, epsilon: float) -> None:
         self._console.print(

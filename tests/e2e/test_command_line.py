@@ -218,7 +218,6 @@ def test_an_interrupted_run_says_how_to_go_on(config: Any, tmp_path: Path) -> No
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background inherit a deaf ear
     )
     assert process.stderr is not None
     for line in process.stderr:

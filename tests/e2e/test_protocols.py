@@ -99,6 +99,7 @@ def test_heterogeneity_compares_separated_with_mixed_clients(call: Call, tmp_pat
 DUAL = ("backbone.name=tiny-clip", "method=promptfl", "method.context_tokens=2")
 
 
+@pytest.mark.slow
 def test_base_to_novel_adds_columns_to_the_comparison(call: Call, tmp_path: Path) -> None:
     command = ("protocol", "base-to-novel", "tiny.yaml", *DUAL, "--share", "0.4")
     done = call(*command)
@@ -119,6 +120,7 @@ def test_base_to_novel_adds_columns_to_the_comparison(call: Call, tmp_path: Path
     assert ">Novel<" in (tmp_path / "out/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_comeback_follows_the_client_with_and_without_its_absence(call: Call, tmp_path: Path) -> None:
     command = ("protocol", "comeback", "tiny.yaml", *DUAL, "federation.rounds=4", "--client", "1", "--rounds", "2")
     done = call(*command)

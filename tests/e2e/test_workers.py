@@ -145,6 +145,7 @@ def test_an_unforeseen_error_shows_where_it_happened(plant: Callable[[str], None
         run(settings(engine=SHARED))
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_two_workers_ends_the_run(plant: Callable[[str], None], settings: Any) -> None:
     plant("print('so much memory', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(FedpromptError, match=r"(?s)engine.workers=2.*ended by SIGKILL after it said:\nso much memory"):
@@ -191,7 +192,6 @@ def command(tmp_path: Path, settings: Any) -> Callable[..., subprocess.Popen[str
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     return start
@@ -220,6 +220,7 @@ def until(process: subprocess.Popen[str], words: str) -> None:
     raise AssertionError(f"must say {words!r}")
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_a_run_ends_bit_identical_and_nobody_is_left(
     command: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -252,6 +253,7 @@ def test_an_interrupt_from_the_keyboard_ends_all(command: Callable[..., subproce
     assert gone(busy)
 
 
+@pytest.mark.slow
 def test_a_busy_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """In the middle of a task that takes forever, which nobody will ask the result of."""
     (tmp_path / "endless.py").write_text(

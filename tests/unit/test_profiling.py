@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from fedprompt import profiling
 from fedprompt.backbones.tiny import random_vit
 from fedprompt.cli import app
+from fedprompt.cli.launching import profiled
 from fedprompt.errors import ConfigError, RunError, StorageError
 from fedprompt.experiment import Experiment
 from fedprompt.federation.rounds import Federation
 from fedprompt.federation.store import FILE
-from fedprompt.launching import profiled
 from fedprompt.method import Method
 from fedprompt.profiling import FRAMEWORK, OF_METHODS, POINTS, Profile, Round, Spent, scope
 from fedprompt.prompts.insertion import VisionPrompt
@@ -198,8 +198,8 @@ def test_two_profiles_at_once_are_refused_and_the_first_goes_on():
 
 
 def test_every_function_of_the_contract_is_known():
-    """A function that joins the contract joins the profile, or is named here as one that takes no time."""
-    quick = {"check", "init"}
+    """A function that joins the contract joins the profile, or is named here as one that takes no time in a run."""
+    quick = {"check", "init", "mixtures"}
     declared = {name for name, value in vars(Method).items() if callable(value) and not name.startswith("_")}
     assert declared - quick == set(OF_METHODS)
 

@@ -32,9 +32,12 @@ NAME_COLUMNS = ("label", "domain", "split")
 
 
 class ParquetSource(Source):
-    """Small columns are read at once; images row group by row group, the latest groups being kept."""
+    """Small columns are read at once; images row group by row group, the latest groups being kept.
 
-    def __init__(self, path: Path, cache: Path) -> None:
+    Images to be predicted need no `label`: where it is not `required`, those without have label -1 and no class names.
+    """
+
+    def __init__(self, path: Path, cache: Path, required: tuple[str, ...] = ("image", "label")) -> None:
         try:
             self._bytes = path.stat().st_size
             schema = pq.read_schema(path, memory_map=True)
@@ -49,7 +52,7 @@ class ParquetSource(Source):
                 raise DataError(
                     f"{path}: " + broken("rows", f"be no more than the {self._bytes} bytes of the file", rows)
                 )
-            for column in ("image", "label"):
+            for column in required:
                 if column not in present:
                     raise DataError(f"{path}: " + broken("parquet columns", f"include {column!r}", present))
             small = [column for column in ("label", "domain", "split", "rank") if column in present]
@@ -60,7 +63,10 @@ class ParquetSource(Source):
         classes, domains = _declared_names(path, metadata)
         self.name = path.stem
         self._where = path.name
-        self.labels, self.class_names = encode_names(columns["label"], classes, "label", self._where)
+        if "label" in columns:
+            self.labels, self.class_names = encode_names(columns["label"], classes, "label", self._where)
+        else:
+            self.labels, self.class_names = np.full(rows, -1, dtype=np.int64), ()
         if "domain" in columns:
             self.domains, self.domain_names = encode_names(columns["domain"], domains, "domain", self._where)
         else:
@@ -92,9 +98,9 @@ class ParquetSource(Source):
                     first, end = self._first_rows[group], self._first_rows[group + 1]
                     message = f"parquet must be readable: {self._where} rows {first}..{end - 1}: {error}"
                     raise DataError(message) from error
+                while len(self._kept) > 1 and sum(array.nbytes for array in self._kept.values()) > KEPT_BYTES:
+                    self._kept.popitem(last=False)
             self._kept.move_to_end(group)
-            while len(self._kept) > 1 and sum(array.nbytes for array in self._kept.values()) > KEPT_BYTES:
-                self._kept.popitem(last=False)
             return self._kept[group]
 
     def _read_group(self, group: int) -> pa.ChunkedArray:

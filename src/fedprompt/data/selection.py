@@ -21,7 +21,8 @@ class Selection(Source):
     def __init__(self, whole: Source, indices: np.ndarray, class_names: tuple[str, ...]) -> None:
         self._whole, self._indices = whole, indices
         self.name, self.class_names, self.domain_names = whole.name, class_names, whole.domain_names
-        renamed = np.array([class_names.index(name) if name in class_names else -1 for name in whole.class_names])
+        places = {name: place for place, name in enumerate(class_names)}
+        renamed = np.array([places.get(name, -1) for name in whole.class_names])
         self.labels = renamed[whole.labels[indices]]
         self.domains = whole.domains[indices]
         self.splits = None if whole.splits is None else whole.splits[indices]

@@ -12,8 +12,11 @@ from fedprompt.data.streams import stream
 from fedprompt.errors import DataError, broken
 
 
-def train_and_test(source: Source, data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of training and of test images: the source's own split or a stratified one, cut to so many per cell."""
+def train_and_test(source: Source, data: DataConfig, every_class: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of training and of test images: the source's own split or a stratified one, cut to so many per cell.
+
+    With `every_class`, a class without training images is refused; one site of several may lack some.
+    """
     if source.splits is not None:
         train, test = np.flatnonzero(source.splits == "train"), np.flatnonzero(source.splits == "test")
     else:
@@ -22,7 +25,7 @@ def train_and_test(source: Source, data: DataConfig) -> tuple[np.ndarray, np.nda
         if not len(part):
             raise DataError(broken("data.source", f"have {name} images", f"none in {source.name!r}"))
     counts = np.bincount(source.labels[train], minlength=len(source.class_names))
-    for label in np.flatnonzero(counts == 0)[:1]:
+    for label in np.flatnonzero(every_class & (counts == 0))[:1]:
         rule = "have training images of every class"
         raise DataError(broken("data.source", rule, f"none of {source.class_names[label]!r} in {source.name!r}"))
     return (

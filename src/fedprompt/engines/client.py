@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -36,6 +36,11 @@ def _sound(result: Trained | DivergenceError) -> Trained:
     return result
 
 
+def _repeatable(seed: int, round: int, client: int) -> torch.Generator:
+    """Noise for experiments: whoever knows the config could take it off again."""
+    return stream(seed, round, client, "privacy")
+
+
 class ClientRuntime:
     """Trains, evaluates and surveys clients whose images and states are at hand."""
 
@@ -52,6 +57,7 @@ class ClientRuntime:
         self.config, self.world, self.method = config, world, method
         self.bank, self.states, self.domain_names = bank, states, tuple(domain_names)
         self.terms = terms  #: of differential privacy, where it is asked for
+        self.secret: Callable[[int, int], torch.Generator] = partial(_repeatable, config.seed)  #: draws its noise
         self.demands = Demands(world, config.engine.cohort, self._noise)
         self.training = LocalTraining(config, world, bank, self._noise, self.demands)
         self.testing = Testing(config, world, method, bank, self._noise, self.demands)
@@ -144,7 +150,7 @@ class ClientRuntime:
         parts = privacy.groups(roles, when, settings, clip)
         upload, norms = privacy.bounded(reply.upload, wire.started_from(received, roles.shared), parts)
         if settings.noise_at != "server":
-            upload = privacy.noised(upload, parts, terms.noise, self._secret(reply.round, reply.client))
+            upload = privacy.noised(upload, parts, terms.noise, self.secret(reply.round, reply.client))
         upload = wire.withhold_small(upload, roles.statistics(when))
         if settings.quantile is not None and when == "round":
             bound = math.inf if parts[0].bound is None else parts[0].bound
@@ -159,9 +165,6 @@ class ClientRuntime:
         """How many steps a participation of the client takes."""
         stages = self.method.stages(self.world, self.config.train)
         return self.training.steps(stages, self._training_images(client), client)
-
-    def _secret(self, round: int, client: int) -> torch.Generator:
-        return stream(self.config.seed, round, client, "privacy")
 
     def evaluate(self, round: int, client: int, received: Tensors) -> ClientResult:
         """Test one client at the configured point; nothing it trains for that is kept."""
@@ -258,7 +261,7 @@ class ClientRuntime:
         """Train clients from these parameters. What is trained to be sent is `private` where every step is to be."""
         trainees = [Trainee(client, self._training_images(client), own) for client, own in params.items()]
         terms = self.terms if private and self.terms and self.terms.settings.noise_at == "step" else None
-        secrets = {client: self._secret(round, client) for client in params} if terms is not None else {}
+        secrets = {client: self.secret(round, client) for client in params} if terms is not None else {}
 
         def noised(client: int, gradients: Tensors) -> Tensors:
             assert terms is not None

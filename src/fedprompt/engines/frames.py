@@ -1,4 +1,4 @@
-"""What this process and its workers say to each other, over pipes.
+"""What this process says to its workers over pipes, and a server to its nodes over the network.
 
     8 bytes   length of the header, little endian
     8 bytes   length of the tensors
@@ -10,6 +10,7 @@ A tensor that many clients receive has one place, so it travels once.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,20 @@ class Frame:
     header: dict[str, Any]
     tensors: bytes = b""
 
+    def to_bytes(self) -> bytes:
+        stream = io.BytesIO()
+        write_frame(stream, self)
+        return stream.getvalue()
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> Frame:
+        """The one message that some bytes are; a ValueError where they are anything else."""
+        stream = io.BytesIO(blob)
+        frame = read_frame(stream, finite=True)
+        if frame is None or stream.read(1):
+            raise ValueError("must be one whole frame")
+        return frame
+
 
 def write_frame(stream: IO[bytes], frame: Frame) -> None:
     header = json.dumps(frame.header).encode()
@@ -43,8 +58,11 @@ def write_frame(stream: IO[bytes], frame: Frame) -> None:
     stream.flush()
 
 
-def read_frame(stream: IO[bytes]) -> Frame | None:
-    """The next message; None where the other side is gone, be it in the middle of one."""
+def read_frame(stream: IO[bytes], finite: bool = False) -> Frame | None:
+    """The next message; None where the other side is gone, be it in the middle of one.
+
+    With `finite`, a header with NaN or infinity is a ValueError.
+    """
     lengths = stream.read(16)
     if len(lengths) < 16:
         return None
@@ -53,7 +71,7 @@ def read_frame(stream: IO[bytes]) -> Frame | None:
     header, tensors = (stream.read(size) for size in sizes)
     if [len(header), len(tensors)] != sizes:
         return None
-    values = strict_json(header.decode(), finite=False)
+    values = strict_json(header.decode(), finite)
     if not isinstance(values, dict):
         raise ValueError(f"header of a frame must be a mapping, got {type(values).__name__}")
     return Frame(values, tensors)

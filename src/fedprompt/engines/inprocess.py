@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fedprompt.engines.client import ClientRuntime
 from fedprompt.errors import DivergenceError
 from fedprompt.evaluation.metrics import ClientResult
-from fedprompt.federation.messages import Failure, Reply
-from fedprompt.roles import Tensors
-
-Download = Callable[[int], Tensors]
+from fedprompt.federation.messages import Ahead, Download, Failure, Reply
 
 
 class InProcess:
@@ -32,7 +29,9 @@ class InProcess:
             for client, reply in zip(group, replies, strict=True):
                 yield _failure(client, reply) if isinstance(reply, DivergenceError) else reply
 
-    def evaluate(self, round: int, clients: Sequence[int], download: Download) -> Iterator[tuple[int, ClientResult]]:
+    def evaluate(
+        self, round: int, clients: Sequence[int], download: Download, ahead: Ahead | None = None
+    ) -> Iterator[tuple[int, ClientResult]]:
         for group in self._groups(clients):
             yield from self._runtime.evaluate_together(round, {client: download(client) for client in group}).items()
 

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fedprompt.engines.inprocess import Download
 from fedprompt.errors import ConfigError, ContractError, DivergenceError, QuorumError, broken
 from fedprompt.evaluation.metrics import ClientResult
 from fedprompt.federation import wire
-from fedprompt.federation.messages import COHORT, Failure, Reply
+from fedprompt.federation.messages import COHORT, Ahead, Download, Failure, Reply
 from fedprompt.federation.rounds import Engine
 from fedprompt.federation.secure_sum import SecureSum
 from fedprompt.federation.secure_sum.collector import Record
@@ -102,8 +101,10 @@ class SecureCohort:
     def train(self, round: int, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]:
         return self._as_one(round, clients, self._engine.train(round, clients, download))
 
-    def evaluate(self, round: int, clients: Sequence[int], download: Download) -> Iterator[tuple[int, ClientResult]]:
-        return self._engine.evaluate(round, clients, download)
+    def evaluate(
+        self, round: int, clients: Sequence[int], download: Download, ahead: Ahead | None = None
+    ) -> Iterator[tuple[int, ClientResult] | Failure]:
+        return self._engine.evaluate(round, clients, download, ahead)
 
     def discard(self, clients: Iterable[int]) -> None:
         self._engine.discard(clients)

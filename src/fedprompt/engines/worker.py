@@ -37,8 +37,8 @@ class CarriedStates(ClientStates):
     def begin(self, given: dict[int, Tensors | None]) -> None:
         self._given, self._changed = given, {}
 
-    def get(self, client: int) -> Tensors | None:
-        return self._changed[client] if client in self._changed else self._given[client]
+    def committed(self, client: int) -> Tensors | None:
+        return self._given[client]
 
     def changed(self) -> dict[int, Tensors]:
         return self._changed

@@ -19,13 +19,13 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
-from fedprompt import errors
 from fedprompt.engines.client import ClientRuntime
 from fedprompt.engines.frames import Frame, Packing, Unpacking, read_frame, write_frame
-from fedprompt.engines.inprocess import Download, InProcess
-from fedprompt.errors import FedpromptError, RunError
+from fedprompt.engines.inprocess import InProcess
+from fedprompt.errors import FedpromptError, RunError, named
 from fedprompt.evaluation.metrics import ClientResult
-from fedprompt.federation.messages import Failure, Reply
+from fedprompt.federation.budget import settled
+from fedprompt.federation.messages import Ahead, Download, Failure, Reply
 from fedprompt.roles import Tensors
 
 MODULE = "fedprompt.engines.worker"
@@ -34,7 +34,6 @@ LONGEST_LINE = 2000
 PATIENCE = 5.0  #: seconds until a process that must end is given up
 AHEAD = 2  #: tasks for each worker that are at hand: the one under way, and the next
 WAITING = 8  #: tasks for each worker that may be done before it is their turn
-FAMILY = {name: each for name, each in vars(errors).items() if isinstance(each, type)}
 
 
 class WorkerDied(Exception):
@@ -109,7 +108,7 @@ class Worker:
         if error is None:
             return answer
         message = answer.header["message"]
-        raise FAMILY[error](message) if error else RuntimeError(f"in a worker of engine.workers:\n{message}")
+        raise (named(error) or _unforeseen)(message)
 
     def _death(self) -> WorkerDied:
         try:
@@ -129,6 +128,10 @@ class Worker:
                 words = line.decode(errors="replace")
                 self._words.append(words)
                 sys.stderr.write(words)
+
+
+def _unforeseen(message: str) -> RuntimeError:
+    return RuntimeError(f"in a worker of engine.workers:\n{message}")
 
 
 def _environment() -> dict[str, str]:
@@ -248,7 +251,9 @@ class Workers(InProcess):
     def train(self, round: int, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]:
         return self._replies("train", round, clients, download)
 
-    def evaluate(self, round: int, clients: Sequence[int], download: Download) -> Iterator[tuple[int, ClientResult]]:
+    def evaluate(
+        self, round: int, clients: Sequence[int], download: Download, ahead: Ahead | None = None
+    ) -> Iterator[tuple[int, ClientResult]]:
         for answers, _ in self._answers("evaluate", round, clients, download):
             for each in answers:
                 yield each["client"], ClientResult(**each["result"])
@@ -307,9 +312,7 @@ class Workers(InProcess):
 
 
 def _settings(runtime: ClientRuntime, workers: int) -> dict[str, Any]:
-    """The config of a worker: a share of the memory, and the noise of privacy that was found already."""
-    settings = runtime.config.model_dump(mode="json")
+    """The config of a worker: it has a share of the memory."""
+    settings = settled(runtime.config, runtime.terms).model_dump(mode="json")
     settings["engine"]["memory_gib"] /= workers
-    if runtime.terms is not None:
-        settings["privacy"].update(noise=runtime.terms.noise, target_epsilon=None)
     return settings

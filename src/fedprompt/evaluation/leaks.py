@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fedprompt.config import Config
+from fedprompt.engines.kept_states import stored_state
 from fedprompt.errors import RunError
 from fedprompt.evaluation.areas import Area, mean_area
 from fedprompt.evaluation.leak_probes import Audit, Row
@@ -34,6 +35,8 @@ def open_audit(run: Run) -> Audit:
     state = run.reader.server_state()
     if state is None or state[0] < 1:
         raise RunError(f"run {str(run.directory)!r} must have a finished round to be audited, got none")
+    if run.config.engine.kind == "flower":
+        raise RunError(f"run {str(run.directory)!r} cannot be audited here: its images are at the sites")
     experiment = Experiment(run.config)
     if experiment.config.output.threads:
         torch.set_num_threads(experiment.config.output.threads)
@@ -41,7 +44,7 @@ def open_audit(run: Run) -> Audit:
     require_same_ground(run.reader, backbone.digest(), manifest, "audited")
     shared, own = ({name: tensor.to(world.device) for name, tensor in wire.decode(blob).items()} for blob in state[1:])
     pool, own = open_pool(run.reader, own, world)
-    bank, states = experiment.bank(source, manifest, backbone), ClientStates(run.reader.client_state)
+    bank, states = experiment.bank(source, manifest, backbone), ClientStates(stored_state(run.reader))
     terms = experiment.client_runtime(source, world, bank, states).terms
     return Audit(
         config=experiment.config,

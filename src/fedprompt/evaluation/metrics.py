@@ -113,11 +113,10 @@ def conclude(rounds: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:
         return {}
     tail = rounds[-max(1, last) :]
     means = {name: float(np.mean([entry[name] for entry in tail])) for name in AVERAGED}
-    domains = {name: float(np.mean([entry["domains"][name] for entry in tail])) for name in tail[-1]["domains"]}
     best = max(rounds, key=lambda entry: entry["average"])
     return {
         **means,
-        "domains": domains,
+        "domains": _means([entry["domains"] for entry in tail]),  # a site that was away leaves its domains out
         "diagnostics": _means([entry.get("diagnostics", {}) for entry in tail]),
         "evaluations": len(tail),
         "final_average": rounds[-1]["average"],

@@ -98,6 +98,10 @@ class Budget:
         sent = {str(client): count for client, count in sorted(self._sent(cohorts).items())}
         return self._note({"rounds": attempts, "releases": sent, "clip": self.clip, "next_clip": next_clip})
 
+    def move_clip(self, next_clip: float) -> Event:
+        """The bound of the next round, where the round it follows from was noted already."""
+        return self._note({"next_clip": next_clip})
+
     def affords(self, cohorts: Sequence[Sequence[int]], surveys: int = 0) -> bool:
         """Whether so many more attempts at a round, each with its cohort, and surveys stay within the budget."""
         most = self._terms.settings.max_epsilon
@@ -129,3 +133,11 @@ class Budget:
         self._releases.update({int(client): count for client, count in cost.get("releases", {}).items()})
         if cost.get("next_clip") is not None:
             self.clip = cost["next_clip"]
+
+
+def settled(config: Config, terms: Terms | None) -> Config:
+    """The config with the noise of privacy that was found for it, so that others need not find it again."""
+    if config.privacy is None or terms is None:
+        return config
+    privacy = config.privacy.model_copy(update={"noise": terms.noise, "target_epsilon": None})
+    return config.model_copy(update={"privacy": privacy})

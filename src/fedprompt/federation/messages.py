@@ -1,10 +1,13 @@
-"""What a client sends back."""
+"""What clients are asked for, and what they send back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fedprompt.roles import Tensors
+
+Download = Callable[[int], Tensors]  #: what one client receives
 
 COHORT = -1  #: the client number of a reply that stands for a whole cohort
 
@@ -27,3 +30,15 @@ class Failure:
     client: int
     rule: str  #: what went wrong, in a word
     value: str  #: and how
+
+
+@dataclass(frozen=True)
+class Training:
+    """A round of training that is asked for."""
+
+    round: int
+    clients: Sequence[int]
+    download: Download
+
+
+Ahead = Callable[[], Training | None]  #: the training that comes next, worked out when it is asked for

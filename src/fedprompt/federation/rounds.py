@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -20,27 +21,29 @@ from fedprompt.federation import privacy, wire
 from fedprompt.federation.aggregate import rule, shares
 from fedprompt.federation.budget import Budget, Terms
 from fedprompt.federation.guard import Admitted, Guard
-from fedprompt.federation.messages import COHORT, Failure, Reply
+from fedprompt.federation.messages import COHORT, Ahead, Download, Failure, Reply, Training
 from fedprompt.federation.pool import StoredRows
 from fedprompt.federation.sampling import away_by_round, sample_attackers, sample_cohort, sample_tested
-from fedprompt.federation.store import PRIVACY, REFUSED, Event, RoundRecord, RunStore
+from fedprompt.federation.store import PRIVACY, REFUSED, UNTESTED, Event, RoundRecord, RunStore
 from fedprompt.method import Combine, Method, Server, Upload, World, without
 from fedprompt.pool import Pool
 from fedprompt.profiling import scope
 from fedprompt.roles import Tensors
-from fedprompt.streams import SERVER, stream
+from fedprompt.streams import SERVER, sealed, stream
 
 
 class Engine(Protocol):
-    """Where clients run. `download` gives the audited tensors of one client."""
+    """Where clients run. `download` gives the audited tensors of one client.
 
-    def survey(self, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply | Failure]: ...
-    def train(
-        self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]
-    ) -> Iterator[Reply | Failure]: ...
+    `evaluate` is told what training comes next, so that an engine whose clients are far away can ask for both at once; it
+    then has the replies when `train` is called for them. A client that cannot be evaluated is a failure.
+    """
+
+    def survey(self, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]: ...
+    def train(self, round: int, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]: ...
     def evaluate(
-        self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]
-    ) -> Iterator[tuple[int, ClientResult]]: ...
+        self, round: int, clients: Sequence[int], download: Download, ahead: Ahead | None = None
+    ) -> Iterator[tuple[int, ClientResult] | Failure]: ...
     def discard(self, clients: Iterable[int]) -> None: ...
     def take_states(self) -> dict[int, bytes]: ...
 
@@ -53,6 +56,7 @@ class Observer:
     def cohort(self, round: int, clients: Sequence[int]) -> None: ...
     def trained(self, round: int, reply: Reply) -> None: ...
     def refused(self, round: int, failure: Failure) -> None: ...
+    def untested(self, round: int, failure: Failure) -> None: ...
     def spent(self, round: int, epsilon: float) -> None: ...
     def evaluated(self, round: int, done: int, of: int) -> None: ...
     def committed(self, record: RoundRecord) -> None: ...
@@ -75,9 +79,18 @@ class Federation:
     store: RunStore
     observer: Observer
     terms: Terms | None = None  #: of differential privacy
-    afterwards: Callable[[int, Sequence[int], Callable[[int], Tensors]], None] | None = (
+    afterwards: Callable[[int, Sequence[int], Download], None] | None = (
         None  #: called after the last round, with its number, the clients to test and what each receives
     )
+
+    secret: int | None = (
+        None  #: a seed that clients do not know, where who takes part and the server's noise are private
+    )
+
+    @property
+    def seed(self) -> int:
+        """Of whatever the server draws."""
+        return self.config.seed if self.secret is None else self.secret
 
     def run(self) -> None:
         """Every round that is still missing."""
@@ -107,7 +120,7 @@ class Federation:
         """The clients that are evaluated: those held out if there are any, else all that are honest, or some of them."""
         attackers = sample_attackers(self.config.attack, self.config.seed, self.participants)
         everyone = sorted(self.world.newcomers) or without(self.participants, attackers)
-        return sample_tested(self.config.seed, everyone, self.config.federation.evaluate_clients)
+        return sample_tested(self.seed, everyone, self.config.federation.evaluate_clients)
 
     @cached_property
     def pool_rows(self) -> StoredRows:
@@ -175,14 +188,20 @@ class Federation:
             events += [Event(each.client, "capped", each.value) for each in capped]
             if self.budget is not None:
                 next_clip = self._next_clip(trained.admitted.replies, server.round + 1)
-                events.append(self.budget.round(trained.cohorts, next_clip))
+                events += self._spent(round, trained.cohorts, next_clip)
         server = _in_order(replace(server, round=round))
         results: dict[int, ClientResult] = {}
         if is_evaluated(round, self.config.federation) or not self._affords(round + 1):
             with clock.phase("evaluate"):
                 downloads = self._downloads(server.asked_by(self.tested))
-                for client, result in self.engine.evaluate(round, self.tested, downloads):
-                    results[client] = result
+                for found in self.engine.evaluate(
+                    round, self.tested, downloads, partial(self._ahead, server, round + 1)
+                ):
+                    if isinstance(found, Failure):
+                        events.append(Event(found.client, UNTESTED, f"{found.rule}: {found.value}"))
+                        self.observer.untested(round, found)
+                        continue
+                    results[found[0]] = found[1]
                     self.observer.evaluated(round, len(results), len(self.tested))
         record = RoundRecord(
             round=round,
@@ -196,6 +215,22 @@ class Federation:
         server = self._commit(server, record, results, events)
         self.observer.committed(record)
         return server
+
+    def _spent(self, round: int, cohorts: Sequence[Sequence[int]], next_clip: float | None) -> list[Event]:
+        """What the round cost, to be committed with it. Sites see the model before that, so there it is noted at once."""
+        assert self.budget is not None
+        if self.secret is None:
+            return [self.budget.round(cohorts, next_clip)]
+        cost = self.budget.round(cohorts, None)
+        self.store.note(round, cost.client, cost.kind, cost.detail)
+        return [] if next_clip is None else [self.budget.move_clip(next_clip)]
+
+    def _ahead(self, server: Server, round: int) -> Training | None:
+        """The training of a round to come, where there is one."""
+        if round > self.config.federation.rounds or self.budget is not None:
+            return None  # private updates are sent when what they start from can no longer change
+        cohort = self._cohort(round, 0)
+        return Training(round, cohort, self._downloads(server.asked_by(cohort), None, self._moving_clip()))
 
     def _trained(self, server: Server, round: int, clock: Clock) -> Trained:
         """Replies of a quorum. A round that has none is tried again with another cohort, as often as the guard allows."""
@@ -227,7 +262,7 @@ class Federation:
     def _cohort(self, round: int, attempt: int) -> list[int]:
         settings, poisson = self.config.federation, self.config.federation.sampling == "poisson"
         away = self.away(round)
-        return sample_cohort(self.config.seed, round, self.participants, settings.fraction, away, attempt, poisson)
+        return sample_cohort(self.seed, round, self.participants, settings.fraction, away, attempt, poisson)
 
     def _finite(self, server: Server, round: int) -> Server:
         """Raise where finite updates have become something else together."""
@@ -286,9 +321,7 @@ class Federation:
             return 8 * numbers * admitted.answered(cohort)
         return sum(wire.size_in_bytes(reply.upload) for reply in admitted.replies)
 
-    def _downloads(
-        self, server: Server, sent: dict[int, int] | None = None, clip: float | None = None
-    ) -> Callable[[int], Tensors]:
+    def _downloads(self, server: Server, sent: dict[int, int] | None = None, clip: float | None = None) -> Download:
         """What each client receives, audited; `sent` adds up how many bytes that was. `clip` goes with it where given."""
 
         def download(client: int) -> Tensors:
@@ -328,12 +361,21 @@ class Federation:
             parts,
             terms.expected,
             noise,
-            stream(self.config.seed, server.round + (when == "round"), SERVER, "privacy"),
+            self._noise("privacy", server.round + (when == "round"), replies),
             [
                 float(reply.samples) for reply in replies
             ],  # of how many clients it is the mean: one, but for a secure sum
         )
         return wire.withhold_small(total, self.world.roles.statistics(when))
+
+    def _noise(self, purpose: str, round: int, replies: Sequence[Reply]) -> torch.Generator:
+        """The server's noise. Where sites must not know it, it is that of the very updates it hides: the noise of a round
+        that is made again from others, after the server was killed, must not be the same.
+        """
+        if self.secret is None:
+            return stream(self.seed, round, SERVER, purpose)
+        hidden = hashlib.sha256(b"".join(hashlib.sha256(wire.pack(reply)).digest() for reply in replies))
+        return sealed(f"{self.secret}/{round}/{purpose}/{hidden.hexdigest()}".encode())
 
     def _bit_noise(self, terms: Terms) -> float:
         """Noise on the number of updates within the bound; infinite where nobody asks for it."""
@@ -346,7 +388,7 @@ class Federation:
             return None
         within = sum(float(reply.upload[privacy.WITHIN]) for reply in replies)
         asked = float(sum(reply.samples for reply in replies))
-        generator = stream(self.config.seed, round, SERVER, "privacy.clip")
+        generator = self._noise("privacy.clip", round, replies)
         share = privacy.noised_share(within, asked, terms.expected, self._bit_noise(terms), generator)
         return privacy.next_clip(clip, share, terms.settings.quantile, terms.settings.quantile_rate)
 

@@ -19,8 +19,10 @@ class ClientStates:
 
     def get(self, client: int) -> Tensors | None:
         """None for a client that never took part."""
-        if client in self._changed:
-            return self._changed[client]
+        return self._changed[client] if client in self._changed else self.committed(client)
+
+    def committed(self, client: int) -> Tensors | None:
+        """The same as of the last commit."""
         blob = self._stored(client)
         return None if blob is None else wire.decode(blob)
 

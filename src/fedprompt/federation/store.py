@@ -28,7 +28,10 @@ READABLE = (1, VERSION)  #: a run of version 1 has no pool of its own; it can be
 MOST_ARGUMENTS = 500  #: of one query
 INSERT_EVENT = "INSERT INTO events VALUES (?, ?, ?, ?)"
 WAIT_EVERY = 1.0  #: seconds, at least, between two commits that wait for the disk
+LOCK_PAUSE = 0.2  #: seconds between two tries to become the one writer
 REFUSED = "refused"  #: the kind of an event that tells of an update the guard kept out
+RUN_ID = "run_id"  #: the fact of a run file whose clients are on nodes: what tells the run from all others there
+UNTESTED = "untested"  #: the kind of event that tells why a client was not evaluated
 PRIVACY = "privacy"  #: the kind of the event that tells what a round cost
 SCHEMA = """
 CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -207,8 +210,9 @@ class RunStore(RunReader):
 
     versions: ClassVar[Sequence[int]] = (VERSION,)
 
-    def __init__(self, directory: str | Path, lock: TextIO | None = None) -> None:
-        self._lock = lock or _lock(Path(directory))
+    def __init__(self, directory: str | Path, lock: TextIO | None = None, patience: float = 0.0) -> None:
+        """Another writer that is about to end is waited for, `patience` seconds."""
+        self._lock = lock or _lock(Path(directory), patience)
         try:
             super().__init__(directory)
         except BaseException:
@@ -327,16 +331,21 @@ def _event_rows(round: int, events: Sequence[Event]) -> list[tuple[int, int | No
     return [(round, event.client, event.kind, event.detail) for event in events]
 
 
-def _lock(directory: Path) -> TextIO:
+def _lock(directory: Path, patience: float = 0.0) -> TextIO:
     """Held until closed; the operating system drops it when the process dies, however it dies."""
+    end = time.monotonic() + patience
     with _disk(directory):
         handle = open(directory / "run.lock", "w")  # noqa: SIM115 - lives as long as the store
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        handle.close()
-        raise RunError(f"run: {str(directory)!r} is being written by another process") from error
-    return handle
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > end:
+                handle.close()
+                raise RunError(f"run: {str(directory)!r} is being written by another process") from error
+            time.sleep(LOCK_PAUSE)
+            continue
+        return handle
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Prompts, Seen, Stage, World
+from fedprompt.method import Batch, Mixture, Prompts, Seen, Stage, World
 from fedprompt.methods.with_head import WithHead
 from fedprompt.prompts import heads
 from fedprompt.prompts.insertion import VisionPrompt, vpt_init
@@ -99,6 +99,11 @@ class FedIns(WithHead):
     def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         plain = super().loss(world, params, logits, seen, batch, noise)
         return (1 - self.key_weight) * plain + self.key_weight * (1 - batch.mean(seen.extra["similarity"]))
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        likeness = cosine(batch.features["cls"], params["pool.keys"])
+        names = tuple(f"set {number}" for number in range(self.pool))
+        return (Mixture("sets of the pool", names, likeness, "cosine of query and key", seen.extra["weights"] > 0),)
 
     def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         return self._on_heads(super().adaptation(world, train))

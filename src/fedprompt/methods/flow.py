@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
-from fedprompt.method import Batch, Client, Prompts, Stage, World
+from fedprompt.method import Batch, Client, Mixture, Prompts, Seen, Stage, World
 from fedprompt.methods.fedvpt import FedVPTDeep
 from fedprompt.prompts import heads
 from fedprompt.prompts.insertion import VisionPrompt
@@ -77,6 +77,11 @@ class Flow(FedVPTDeep):
         own = self.probability(params, batch)[..., None, None]  # (B, depth or 1, 1, 1)
         mixed = own * params[LOCAL_COPY] + (1 - own) * params["prompt"]
         return Prompts(vision=(VisionPrompt(mixed, tuple(range(mixed.shape[1])), after=self.after),))
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        own = self.probability(params, batch)
+        where = tuple(f"block {number}" for number in range(own.shape[-1])) if self.per_block else ("all blocks",)
+        return (Mixture("the client's own prompt", where, own, "share beside the shared prompt"),)
 
     def probability(self, params: Tensors, batch: Batch) -> Tensor:
         """r(x) of the client's own prompt."""

@@ -27,7 +27,7 @@ from pydantic import Field
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
 from fedprompt.federation.aggregate import shares
-from fedprompt.method import Client, Combine, Progress, Server, Stage, Upload, World
+from fedprompt.method import Batch, Client, Combine, Mixture, Progress, Seen, Server, Stage, Upload, World
 from fedprompt.methods.fedvpt import FedVPTDeep
 from fedprompt.prompts import heads
 from fedprompt.registry import register
@@ -89,6 +89,13 @@ class IFCA(FedVPTDeep):
     def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         trained = stripped(UPDATE, received)  # there only when a client is evaluated right after its own training
         return {**trained, **local} if trained else self.begin(world, client, received, local)
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        """The cluster the client joined, for all of its images."""
+        if CHOICE not in params:
+            return ()
+        names = tuple(f"cluster {number}" for number in range(self.clusters))
+        return (Mixture("clusters", names, params[CHOICE].expand(len(batch.labels), -1)),)
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         return (Stage(self, (*stripped(CLUSTERS, world.roles.server), *world.roles.local), train.epochs),)

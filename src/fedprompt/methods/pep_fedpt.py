@@ -34,7 +34,7 @@ from torch import Tensor
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
 from fedprompt.federation.aggregate import shares
-from fedprompt.method import Batch, Client, Combine, Prompts, Seen, Server, Stage, Upload, World
+from fedprompt.method import Batch, Client, Combine, Mixture, Prompts, Seen, Server, Stage, Upload, World
 from fedprompt.methods.with_head import WithHead
 from fedprompt.prompts.insertion import VisionPrompt, initial_prompt
 from fedprompt.prompts.keys import cosine
@@ -175,6 +175,9 @@ class PEPFedPT(WithHead):
         weights = self.class_weights(query, params["sent.prototypes"], params["sent.known"], params["prior"])
         mixed = torch.einsum("bc,clnd->blnd", weights, params["class_prompts"])
         return Prompts(vision=(VisionPrompt(mixed, self.class_blocks),), extra={"query": query, "weights": weights})
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        return (Mixture("class prompts", world.class_names, seen.extra["weights"]),)
 
     def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
         after = super().aggregate(world, server, uploads, combine)

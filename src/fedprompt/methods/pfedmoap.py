@@ -39,7 +39,7 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Combine, Progress, Seen, Server, Stage, Upload, World
+from fedprompt.method import Batch, Client, Combine, Mixture, Progress, Seen, Server, Stage, Upload, World
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.with_text import precise, similarity
 from fedprompt.prompts import gates
@@ -215,6 +215,17 @@ class PFedMoAP(PromptFL):
         if known.sum() > 1:
             found["gate.weight_other"] = (1 - local) / (known.sum() - 1)
         return found
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        """The gate's weights, as means over classes and heads; neighbour 1 is the nearest. Who they are is not told to a client."""
+        if not params["gated"] > 0:
+            return (Mixture("experts", ("own",), seen.image.new_ones(len(seen.image), 1)),)
+        _, weights = self.experts_and_weights(params, seen)
+        each = weights.reshape(len(weights), -1, weights.shape[-1]).mean(1)
+        kept = int(all_known(params).sum())
+        kind = "neighbour" if self.selection == "nearest" else "drawn client"
+        others = tuple(f"{kind} {number}" for number in range(1, kept))
+        return (Mixture("experts", ("own", *others), each[:, :kept]),)
 
 
 def _gate(params: Tensors) -> Tensors:

@@ -23,7 +23,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedprompt.method import Batch, Client, Seen, World
+from fedprompt.method import Batch, Client, Mixture, Seen, World
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.with_text import precise
 from fedprompt.registry import register
@@ -61,6 +61,10 @@ class PFedPrompt(PromptFL):
         if batch.training and not self.train_with_memory:
             return said
         return said + self.memory_weight * recall(params[KEYS], params[KNOWN], batch.features["image"], self.sharpness)
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        found = self.memory_weight * recall(params[KEYS], params[KNOWN], batch.features["image"], self.sharpness)
+        return (Mixture("memory of the client's own images", world.class_names, found, "added to the logit"),)
 
 
 def remember(features: Tensor, labels: Tensor, classes: int, most: int) -> tuple[Tensor, Tensor]:

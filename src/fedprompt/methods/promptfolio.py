@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedprompt.method import Batch, Seen, World
+from fedprompt.method import Batch, Mixture, Seen, World
 from fedprompt.methods.with_own import WithOwnContext
 from fedprompt.methods.with_text import similarity
 from fedprompt.registry import register
@@ -32,3 +32,7 @@ class PromptFolio(WithOwnContext):
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         mixed = torch.lerp(seen.text["context"], seen.text["local_context"], self.local_share)
         return similarity(world, seen.image, mixed)
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        shares = seen.image.new_tensor([1 - self.local_share, self.local_share])
+        return (Mixture("contexts", ("global", "own"), shares.expand(len(seen.image), -1)),)

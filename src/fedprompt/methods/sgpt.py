@@ -42,7 +42,7 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Combine, Prompts, Seen, Server, Stage, Upload, World
+from fedprompt.method import Batch, Client, Combine, Mixture, Prompts, Seen, Server, Stage, Upload, World
 from fedprompt.methods.with_head import WithHead
 from fedprompt.prompts import heads
 from fedprompt.prompts.insertion import VisionPrompt, vpt_init
@@ -194,6 +194,13 @@ class SGPT(SharedPrompts):
     def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         plain = super().loss(world, params, logits, seen, batch, noise)
         return plain - params["key_weight"] * batch.mean(seen.extra["likeness"])
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        likeness = self.likeness(params, batch)
+        chosen = likeness.argmax(-1, keepdim=True)
+        used = torch.zeros_like(likeness, dtype=torch.bool).scatter(-1, chosen, True)
+        names = tuple(f"group {number}" for number in range(self.groups))
+        return (Mixture("groups", names, likeness, "cosine of query and key", used),)
 
     def statistics(self, world: World, params: Tensors, batch: Batch, look: Callable[[], Seen]) -> Tensors:
         chosen = self.choose(params, self.likeness(params, batch))

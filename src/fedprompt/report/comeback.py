@@ -13,7 +13,7 @@ from fedprompt.run import Run
 def with_and_without(runs: Sequence[Run], client: str) -> list[tuple[Labelled, Family]]:
     """The families of some runs, each called by its method and by whether the client was away."""
     named = []
-    for group in families(runs, swept="federation.away"):
+    for group in families(runs, "federation.away"):
         presence = "away" if client in group.runs[0].config.federation.away else "present"
         named.append((Labelled(f"{group.label} {presence}", group.rounds, group.of), group))
     return named
@@ -70,6 +70,6 @@ def save_comeback(runs: Sequence[Run], client: str, away: tuple[int, int], path:
             axes.plot([place for place, _ in known], [value for _, value in known], **dress(number, len(known)))
         axes.set(title=f"{client}, away in the shaded rounds", xlabel="Round", ylabel="Accuracy (%)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        add_legend(figure, [label for label, _ in named])
+        add_legend(figure, dict(enumerate(label for label, _ in named)))
     write_atomically(path, png(figure))
     return path

@@ -51,15 +51,15 @@ class Family(Labelled):
     settings: Settings
 
 
-def families(runs: Sequence[Run], swept: str | None = None) -> list[Family]:
+def families(runs: Sequence[Run], *swept: str) -> list[Family]:
     """Runs grouped by family and by the round they reached, in the order in which each group first appears.
 
-    Labels leave a swept setting out, so that families that differ in nothing else have the same one.
+    Labels leave swept settings and sections out, so that families that differ in nothing else have the same one.
     """
     groups: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.config.family(), rounds_done(run)), []).append(run)
-    names = labels([group[0] for group in groups.values()], swept)
+    names = labels([group[0] for group in groups.values()], *swept)
     result = []
     for (digest, rounds), group in groups.items():
         by_seed: dict[int, Run] = {}
@@ -77,23 +77,30 @@ def rounds_done(run: Run) -> int:
     return records[-1].round if records else 0
 
 
-def labels(runs: Sequence[Run], swept: str | None = None) -> dict[str, str]:
+def labels(runs: Sequence[Run], *swept: str) -> dict[str, str]:
     """A label for each family: the method, and where several families share it, the settings in which they differ."""
     configs = {run.config.family(): run.config for run in runs}
-    names = {}
+    alike: dict[str, dict[str, Settings]] = {}
     for digest, config in configs.items():
-        alike = [
-            other.model_dump(mode="json", exclude=set(IGNORED))
-            for other in configs.values()
-            if other.label == config.label
-        ]
-        pairs = combinations(alike, 2)
+        alike.setdefault(config.label, {})[digest] = config.model_dump(mode="json", exclude=set(IGNORED))
+    names: dict[str, str] = {}
+    for label, found in alike.items():
+        pairs = combinations(found.values(), 2)
         varied = {line.partition(": ")[0] for one, other in pairs for line in difference(one, other)}
-        fields = sorted(field for field in varied if swept is None or not inside(field, swept))
-        own = flatten(config.model_dump(mode="json"))
-        told = [f"{field}={short(own, field)}" for field in fields if tells(own, field, fields)]
-        names[digest] = " ".join([config.label, *told])
+        fields = sorted(field for field in varied if not any(inside(field, name) for name in swept))
+        flat = {digest: flatten(settings) for digest, settings in found.items()}
+        long, brief = (
+            {digest: " ".join([label, *_told(own, fields, nulls)]) for digest, own in flat.items()}
+            for nulls in (True, False)
+        )
+        names |= brief if len(set(brief.values())) == len(set(long.values())) else long
     return names
+
+
+def _told(settings: Settings, fields: Sequence[str], nulls: bool) -> list[str]:
+    """`field=value` of what a label has to tell; what is switched off is left out where labels stay different."""
+    told = [field for field in fields if tells(settings, field, fields)]
+    return [f"{field}={short(settings, field)}" for field in told if nulls or short(settings, field) != "null"]
 
 
 def tells(settings: Settings, field: str, fields: Sequence[str]) -> bool:

@@ -5,70 +5,58 @@ Every function takes plain text and escapes it, except where it says markup.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from fedprompt.report.css import STYLE
 from fedprompt.report.tables import Cell
-
-STYLE = """
-:root { color-scheme: light dark;
-  --ink: #24292f; --grid: #d5dae0; --paper: #ffffff; --quiet: #57606a; --shade: #f5f7f9; --warn: #9a5b00; }
-@media (prefers-color-scheme: dark) { :root {
-  --ink: #e2e6ea; --grid: #3a424b; --paper: #14181d; --quiet: #9aa4ae; --shade: #1d232a; --warn: #e3b341; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 80rem; padding: 1.5rem 1rem 4rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.7rem; margin: 0 0 .5rem; }
-h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; padding-bottom: .3rem; border-bottom: 1px solid var(--grid); }
-h3 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
-p, figcaption, dt { color: var(--quiet); }
-.warn { color: var(--warn); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: .35rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid); }
-thead th { color: var(--quiet); font-weight: 600; }
-tbody th { font-weight: 600; }
-th:first-child { position: sticky; left: 0; max-width: 12rem; padding-left: 0; background: var(--paper);
-  text-align: left; white-space: normal; overflow-wrap: break-word; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.5rem;
-  align-items: end; }
-figure { margin: 0; min-width: 0; }
-figcaption { font-size: .9rem; }
-svg, img { display: block; max-width: 100%; height: auto; }
-details { margin: .5rem 0; }
-summary { cursor: pointer; font-weight: 600; }
-pre { overflow-x: auto; padding: .75rem 1rem; background: var(--shade); border-radius: 6px;
-  font-size: .85rem; line-height: 1.4; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; font-size: .9rem; }
-dd { margin: 0; }
-"""
 
 #: the browser itself refuses whatever is not in the file
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def document(title: str, body: str) -> str:
-    """A whole page around markup."""
+def document(title: str, lead: str, body: str, contents: Iterable[tuple[str, str]] = ()) -> str:
+    """A whole page around markup; `contents` are titles of sections with their ids."""
+    links = "".join(f'<li><a href="#{escape(anchor)}">{escape(name)}</a></li>' for anchor, name in contents)
+    nav = f'<nav aria-label="Contents">\n<ul>{links}</ul>\n</nav>\n' if links else ""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<main>\n<h1>{escape(title)}</h1>\n{body}\n</main>\n</body>\n</html>\n"
+        '<a class="skip" href="#main">Skip to the results</a>\n'
+        f"<header>\n<h1>{escape(title)}</h1>\n{lead}\n</header>\n{nav}"
+        f'<main id="main" tabindex="-1">\n{body}\n</main>\n</body>\n</html>\n'
     )
 
 
-def section(title: str, *parts: str, level: int = 2) -> str:
-    """A heading and the markup below it."""
-    return "\n".join([f"<section>\n<h{level}>{escape(title)}</h{level}>", *parts, "</section>"])
+def slug(text: str) -> str:
+    """Letters and digits of a text, for an id or the name of a file."""
+    return re.sub(r"[^a-z0-9_.=]+", "-", text.lower()).strip("-.") or "x"
+
+
+def section(title: str, *parts: str, level: int = 2, half: bool = False) -> str:
+    """A heading and the markup below it; the contents lead to those of level 2. Half ones stand side by side where there is room."""
+    anchor = f' id="{slug(title)}"' if level == 2 else ""
+    opening = '<section class="half">' if half else "<section>"
+    return "\n".join([f"{opening}\n<h{level}{anchor}>{escape(title)}</h{level}>", *filter(None, parts), "</section>"])
 
 
 def paragraph(text: str, kind: str = "") -> str:
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
-def folded(title: str, markup: str) -> str:
-    return f"<details>\n<summary>{escape(title)}</summary>\n{markup}\n</details>"
+def notes(texts: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f'<ul class="notes">{items}</ul>' if items else ""
+
+
+def folded(title: str, markup: str, kind: str = "") -> str:
+    """Opened by a click or a key, and on paper; a kind `screen` is not printed at all."""
+    opening = f'<details class="{kind}">' if kind else "<details>"
+    return f"{opening}\n<summary>{escape(title)}</summary>\n{markup}\n</details>"
 
 
 def preformatted(text: str) -> str:
@@ -79,22 +67,43 @@ def definitions(pairs: Iterable[tuple[str, str]]) -> str:
     return "<dl>" + "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in pairs) + "</dl>"
 
 
-def table(name: str, head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """Wide tables scroll in a box of their own, which the keyboard can reach; the first column stays in sight."""
-    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+def table(
+    name: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    groups: Sequence[tuple[str, int]] = (),
+    kind: str = "",
+) -> str:
+    """Wide tables scroll in a box of their own, which the keyboard can reach; the first column stays in sight.
+
+    `groups` stand above the columns: a title and over how many columns it goes.
+    """
+    above = "".join(f'<th colspan="{span}" scope="colgroup">{escape(title)}</th>' for title, span in groups)
+    titles = "".join(f'<th scope="col">{breakable(escape(title))}</th>' for title in head)
+    top = f"<tr><td></td>{above}</tr>" if above else ""
     lines = "\n".join(f"<tr>{''.join(_cell(cell, number) for number, cell in enumerate(row))}</tr>" for row in rows)
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(name)}">\n'
-        f"<table>\n<thead><tr>{titles}</tr></thead>\n<tbody>\n{lines}\n</tbody>\n</table>\n</div>"
+        f"<table{f' class={kind!r}' if kind else ''}>\n<thead>{top}<tr>{titles}</tr></thead>\n"
+        f"<tbody>\n{lines}\n</tbody>\n</table>\n</div>"
     )
 
 
 def _cell(cell: Cell, number: int) -> str:
     text = f"<strong>{escape(cell.text)}</strong>" if cell.bold else escape(cell.text)
-    return f"<td>{text}</td>" if number else f'<th scope="row">{text}</th>'
+    return f"<td>{text}</td>" if number else f'<th scope="row">{breakable(text)}</th>'
+
+
+def breakable(markup: str) -> str:
+    """Long names of settings may go over to the next line behind a dot or an underscore, numbers may not."""
+    return re.sub(r"(?<=[A-Za-z][._])(?=[A-Za-z])", "<wbr>", markup)
 
 
 def picture(svg: str, caption: str) -> str:
     """An inline `<svg>` with its caption, which screen readers get in place of the drawing."""
     drawing = svg.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1)
     return f"<figure>\n{drawing}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
+
+
+def pictures(figures: Iterable[str]) -> str:
+    return f'<div class="pictures">\n{"".join(figures)}\n</div>'

@@ -1,13 +1,14 @@
 """Pictures of runs: one function each, from runs to a matplotlib figure.
 
-Every picture draws families (the same rows as the table) in the same order and colours. The `draw_...` functions
-fill one pair of axes, so that the overview can put several side by side.
+Every picture draws families (the same rows as the table) in the same order and colours: a family's number decides on its
+colour. The `draw_...` functions fill one pair of axes, so that the overview can put several side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill, wrap
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, SymmetricalLogLocator
 
 from fedprompt.assets import write_atomically
+from fedprompt.errors import RunError
 from fedprompt.report.families import Family, Labelled, families
+from fedprompt.report.readings import last_results
 from fedprompt.report.style import INK, colour, look, marker, new_figure, png
 from fedprompt.report.tables import format_bytes, row_of
 from fedprompt.run import Run
 
-Draw = Callable[[Axes, Sequence[Family]], None]
+Groups = Mapping[int, Family]  #: families by number
+Draw = Callable[[Axes, Groups], None]
 
 
 def learning_curves(runs: Sequence[Run]) -> Figure:
@@ -50,35 +54,9 @@ def calibration(runs: Sequence[Run]) -> Figure:
     return picture(draw_calibration, runs)
 
 
-def client_heatmap(run: Run) -> Figure:
-    """One run: the accuracy of every client that was tested, in every evaluated round."""
-    evaluated = [entry["round"] for entry in run.history()]
-    results = [run.evaluations(round) for round in evaluated]
-    tested = sorted({client for found in results for client in found})  # with held-out clients, only those
-    everyone = run.clients
-    names = [everyone[client] for client in tested]
-    table = np.full((len(names), len(evaluated)), np.nan)
-    for column, found in enumerate(results):
-        for row, client in enumerate(tested):
-            if client in found:
-                table[row, column] = 100 * found[client]["correct"] / found[client]["samples"]
-    with look():
-        figure = new_figure(height=min(12.0, 1.6 + 0.32 * len(names)))
-        axes = figure.add_subplot()
-        axes.grid(False)
-        axes.set_title(f"Accuracy by client and round: {run.config.label}, seed {run.config.seed}")
-        axes.set_xlabel("Round")
-        if evaluated:
-            image = axes.imshow(table, aspect="auto", cmap="cividis", interpolation="nearest")
-            figure.colorbar(image, ax=axes, label="Accuracy (%)")
-            thin(axes.set_xticks, [str(round) for round in evaluated], 15)
-            thin(axes.set_yticks, names, 25)
-    return figure
-
-
 def save_overview(runs: Sequence[Run], path: Path) -> Path:
     """One PNG for a README: learning curves, accuracies of the clients and, where there are several, of the domains."""
-    groups = families(runs)
+    groups = dict(enumerate(families(runs)))
     panels: list[Draw] = [draw_curves, draw_clients, *([draw_domains] if len(domain_names(groups)) > 1 else [])]
     with look():
         figure = new_figure(5.2 * len(panels), 4.8)
@@ -90,34 +68,48 @@ def save_overview(runs: Sequence[Run], path: Path) -> Path:
 
 
 def picture(draw: Draw, runs: Sequence[Run]) -> Figure:
-    groups = families(runs)
+    return of_families(draw, dict(enumerate(families(runs))))
+
+
+def of_families(draw: Draw, groups: Groups, where: str = "") -> Figure:
+    """One picture with its legend; `where` tells it from the same picture of other tasks."""
     with look():
         figure = new_figure()
-        draw(figure.add_subplot(), groups)
+        axes = figure.add_subplot()
+        draw(axes, groups)
+        if where:
+            add_place(axes, where)
         add_legend(figure, groups)
     return figure
 
 
-def add_legend(figure: Figure, groups: Sequence[Labelled]) -> None:
+def add_place(axes: Axes, where: str) -> None:
+    """A line below the title."""
+    axes.set_title("\n".join([axes.get_title(loc="left"), *wrap(where, 60)]))
+
+
+def add_legend(figure: Figure, groups: Mapping[int, Labelled]) -> None:
     """Below the figure, in as many columns as fit: it never covers data, and many methods make it taller."""
+    titles = {number: fill(group.title, 58) for number, group in groups.items()}
     handles = [
-        Line2D([], [], color=colour(number), marker=marker(number), label=group.title)
-        for number, group in enumerate(groups)
+        Line2D([], [], color=colour(number), marker=marker(number), label=title) for number, title in titles.items()
     ]
     if handles:
-        inches = 0.6 + 0.09 * max(len(group.title) for group in groups)  # of one entry
-        columns = min(len(handles), max(1, int(figure.get_figwidth() / inches)))
-        lines = -(-len(handles) // columns)
+        longest = max(len(line) for title in titles.values() for line in title.splitlines())
+        columns = min(len(handles), max(1, int(figure.get_figwidth() / (0.6 + 0.09 * longest))))
+        lines = -(-len(handles) // columns) + sum(title.count("\n") for title in titles.values())
         figure.set_figheight(figure.get_figheight() + 0.22 * lines)  # the axes keep their height
         figure.legend(handles=handles, loc="outside lower left", ncols=columns)
 
 
-def draw_curves(axes: Axes, groups: Sequence[Family]) -> None:
-    for number, group in enumerate(groups):
-        histories = [run.history() for run in group.runs]  # equally long: a family got equally far with one schedule
-        rounds = [entry["round"] for entry in histories[0]]
+def draw_curves(axes: Axes, groups: Groups) -> None:
+    for number, group in groups.items():
+        histories = [{entry["round"]: entry for entry in run.history()} for run in group.runs]
+        rounds = sorted(
+            set.intersection(*map(set, histories))
+        )  # all of them: a family got equally far with one schedule
         for key, line in (("average", "-"), ("worst", "--")):
-            table = 100 * np.array([[entry[key] for entry in history] for history in histories])  # (seeds, evaluations)
+            table = 100 * np.array([[history[round][key] for round in rounds] for history in histories])
             mean = table.mean(axis=0)
             axes.plot(rounds, mean, line, markersize=4, **dress(number, len(rounds)))
             if len(table) > 1:
@@ -132,11 +124,11 @@ def draw_band(axes: Axes, number: int, places: Sequence[float] | np.ndarray, mea
     axes.fill_between(places, low, high, color=colour(number), alpha=0.12, linewidth=0)
 
 
-def draw_clients(axes: Axes, groups: Sequence[Family]) -> None:
+def draw_clients(axes: Axes, groups: Groups) -> None:
     most = 1
-    for number, group in enumerate(groups):
-        accuracies = [np.sort([*run.client_accuracies().values()]) for run in group.runs]
-        accuracies = [values for values in accuracies if len(values)]
+    for number, group in groups.items():
+        last = [found for run in group.runs if (found := last_results(run)) is not None]
+        accuracies = [np.sort(found.accuracies) for found in last if len(found.accuracies)]
         if not accuracies:
             continue
         count = max(map(len, accuracies))
@@ -149,28 +141,28 @@ def draw_clients(axes: Axes, groups: Sequence[Family]) -> None:
         axes.plot(np.arange(1, count + 1), mean, markersize=5, linewidth=1, **dress(number, count))
     axes.set(title="Clients, worst to best", xlabel="Rank of the client", ylabel="Accuracy in the last round (%)")
     axes.set_xlim(0.5, most + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def draw_domains(axes: Axes, groups: Sequence[Family]) -> None:
+def draw_domains(axes: Axes, groups: Groups) -> None:
     names = domain_names(groups)
     width = 0.84 / max(1, len(groups))
-    for number, group in enumerate(groups):
+    for place, (number, group) in enumerate(groups.items()):
         found = [run.summary().get("domains", {}) for run in group.runs]
         for position, name in enumerate(names):
             values = [100 * domains[name] for domains in found if name in domains]
             if values:
-                place = position - 0.42 + (number + 0.5) * width
+                middle = position - 0.42 + (place + 0.5) * width
                 error = np.std(values, ddof=1) if len(values) > 1 else None
-                axes.bar(place, np.mean(values), 0.92 * width, yerr=error, color=colour(number), ecolor=INK)
+                axes.bar(middle, np.mean(values), 0.92 * width, yerr=error, color=colour(number), ecolor=INK)
     axes.set(title="Domains", ylabel="Accuracy (%)", ylim=(0, None))
     axes.grid(False, axis="x")
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor")
 
 
-def draw_bytes(axes: Axes, groups: Sequence[Family]) -> None:
+def draw_bytes(axes: Axes, groups: Groups) -> None:
     totals = []
-    for number, group in enumerate(groups):
+    for number, group in groups.items():
         values = row_of(group).values
         average, sent = values["average"], values["bytes_total"]
         if average is None or sent is None:
@@ -191,7 +183,8 @@ def scale_bytes(axes: Axes, totals: Sequence[float]) -> None:
         axes.set_xscale("log")
         decades = np.log10(max(positive) / min(positive))
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 1.5 else (1.0, 2.0, 5.0), numticks=6))
-        axes.set_xlim(min(positive) / 2, max(positive) * 2)
+        room = 2 if decades > 0.5 else 4  # at least two ticks, also where all sent about the same
+        axes.set_xlim(min(positive) / room, max(positive) * room)
     elif positive:
         threshold = 10 ** np.floor(np.log10(min(positive)))
         axes.set_xscale("symlog", linthresh=threshold)
@@ -201,9 +194,9 @@ def scale_bytes(axes: Axes, totals: Sequence[float]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def draw_calibration(axes: Axes, groups: Sequence[Family]) -> None:
+def draw_calibration(axes: Axes, groups: Groups) -> None:
     axes.plot([0, 100], [0, 100], color=INK, linewidth=1, linestyle=":")
-    for number, group in enumerate(groups):
+    for number, group in groups.items():
         bins = pooled_bins(group.runs)
         if bins is None:
             continue
@@ -221,17 +214,18 @@ def draw_calibration(axes: Axes, groups: Sequence[Family]) -> None:
 
 def pooled_bins(runs: Sequence[Run]) -> np.ndarray | None:
     """Samples, summed confidence and correct answers per bin, over all clients and seeds, in the last evaluation."""
-    tables = []
-    for run in runs:
-        history = run.history()
-        if history:
-            tables += [result["bins"] for result in run.evaluations(history[-1]["round"]).values()]
-    return np.sum(tables, axis=0) if tables else None
+    found = [last.bins for run in runs if (last := last_results(run)) is not None and last.bins is not None]
+    if len({len(bins) for bins in found}) > 1:
+        names = ", ".join(run.name for run in runs)
+        raise RunError(f"run: {names}: seeds of one setting must have the same number of calibration bins")
+    return np.sum(found, axis=0) if found else None
 
 
-def domain_names(groups: Sequence[Family]) -> list[str]:
+def domain_names(groups: Groups) -> list[str]:
     """Every domain that was evaluated somewhere, by name."""
-    return sorted({name for group in groups for run in group.runs for name in run.summary().get("domains", {})})
+    return sorted(
+        {name for group in groups.values() for run in group.runs for name in run.summary().get("domains", {})}
+    )
 
 
 def dress(number: int, points: int) -> dict[str, Any]:

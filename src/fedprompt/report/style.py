@@ -21,6 +21,7 @@ INK, GRID = "#24292f", "#d5dae0"  #: in SVG these two become CSS variables, so t
 #: Okabe and Ito's colours, told apart with any colour vision; yellow is left out, being too pale on white
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo")  #: of areas, so that no colour stands alone
 
 SETTINGS: Any = {
     "font.size": 11,
@@ -35,6 +36,7 @@ SETTINGS: Any = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
     "text.parse_math": False,  # a client may be called "$x"
+    "hatch.linewidth": 0.6,
     "svg.fonttype": "none",
     "svg.hashsalt": "fedprompt",  # equal figures give equal bytes
     "grid.color": GRID,
@@ -62,7 +64,12 @@ def marker(number: int) -> str:
     return MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]
 
 
-def new_figure(width: float = 6.2, height: float = 3.9) -> Figure:
+def hatch(number: int) -> str:
+    return HATCHES[(number + number // len(PALETTE)) % len(HATCHES)]
+
+
+def new_figure(width: float = 5.2, height: float = 3.6) -> Figure:
+    """Narrow enough that its letters can be read on a phone, where a page shrinks it to some 330 pixels."""
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure
@@ -72,6 +79,14 @@ def png(figure: Figure, dpi: int = 150) -> bytes:
     buffer = io.BytesIO()
     with look():
         figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def svg_file(figure: Figure) -> bytes:
+    """For papers: colours as they are, and letters as outlines, so that it looks the same everywhere."""
+    buffer = io.BytesIO()
+    with look(), matplotlib.rc_context({"svg.fonttype": "path"}):
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
     return buffer.getvalue()
 
 

@@ -34,7 +34,7 @@ def save_sweep(runs: Sequence[Run], field: str, path: Path) -> Path:
 def sweep_curves(runs: Sequence[Run], field: str) -> Figure:
     """Average and Worst Local against a setting: a line per method, with a band of one standard deviation over seeds."""
     lines: dict[str, list[Family]] = defaultdict(list)
-    for group in families(runs, swept=field):
+    for group in families(runs, field):
         lines[group.title].append(group)
     axis = Axis([setting(run, field) for run in runs])
     with look():
@@ -46,7 +46,7 @@ def sweep_curves(runs: Sequence[Run], field: str) -> Figure:
             axes.set(title=title, xlabel=field, ylabel="Accuracy (%)")
             axis.dress(axes)
             show_no_noise(axes)
-        add_legend(figure, [groups[0] for groups in lines.values()])
+        add_legend(figure, dict(enumerate(groups[0] for groups in lines.values())))
     return figure
 
 

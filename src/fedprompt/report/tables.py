@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv as comma_separated
 import io
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedprompt.evaluation.novel_figures import stored_figures
@@ -21,6 +22,8 @@ from fedprompt.run import Run
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+NOTHING = "–"  #: what was not measured; never a zero
 
 
 @dataclass(frozen=True)
@@ -205,13 +208,14 @@ def winners(rows: Sequence[Row], key: str) -> set[int]:
     """
     tasks: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
-        if row.finished and row.values.get(key) is not None:
+        value = row.values.get(key)
+        if row.finished and value is not None and math.isfinite(value.mean):
             task = json.dumps(section(row.settings, TASK), sort_keys=True)
             tasks.setdefault(task, []).append(number)
 
     def printed(number: int) -> float:
         value = rows[number].values.get(key)
-        return round(100 * value.mean, 2) if value is not None else float("-inf")
+        return round(100 * value.mean, 2) if value is not None else -math.inf
 
     chosen = set()
     for numbers in tasks.values():
@@ -241,7 +245,7 @@ def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list
         line = [Cell(row.title)]
         for column in columns:
             value = row.values.get(column.key)
-            line.append(Cell("–" if value is None else column.write(value), number in best[column.key]))
+            line.append(Cell(NOTHING if value is None else column.write(value), number in best[column.key]))
         table.append([*line, Cell(str(len(row.seeds))), Cell(str(row.rounds))])
     return table
 
@@ -285,7 +289,10 @@ def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Spread | None) -> dict[str, float | None] | None:
-    return None if value is None else {"mean": value.mean, "std": value.std}
+    """JSON has no NaN."""
+    if value is None:
+        return None
+    return {name: number if number is None or math.isfinite(number) else None for name, number in asdict(value).items()}
 
 
 def csv(rows: Sequence[Row]) -> str:

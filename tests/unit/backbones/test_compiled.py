@@ -67,6 +67,7 @@ def test_all_blocks_and_all_sizes_of_a_batch_share_graphs() -> None:
     assert graphs() == 3
 
 
+@pytest.mark.slow
 def test_more_sets_of_pieces_than_torch_allows_by_itself_stay_translated() -> None:
     block, rows = CompiledBlock("eager"), torch.randn(2, 3, WIDTH)
     with warnings.catch_warnings():

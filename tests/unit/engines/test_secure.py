@@ -63,7 +63,9 @@ class Scripted:
         self.log.append(("train", round, tuple(clients)))
         yield from self.messages
 
-    def evaluate(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Any]:
+    def evaluate(
+        self, round: int, clients: Sequence[int], download: Callable[[int], Tensors], ahead: Any = None
+    ) -> Any:
         self.log.append(("evaluate", round, tuple(clients)))
         return iter([(clients[0], "a result")])
 

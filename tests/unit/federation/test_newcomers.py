@@ -70,9 +70,11 @@ class Watched(InProcess):
         self._noting("train", clients)
         return super().train(round, clients, download)
 
-    def evaluate(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Any:
+    def evaluate(
+        self, round: int, clients: Sequence[int], download: Callable[[int], Tensors], ahead: Any = None
+    ) -> Any:
         self._noting("evaluate", clients)
-        return super().evaluate(round, clients, download)
+        return super().evaluate(round, clients, download, ahead)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from fedprompt.federation.sampling import (
 )
 from fedprompt.method import World, without
 from fedprompt.report import tables
-from fedprompt.report.html import clients_of
+from fedprompt.report.run_details import clients_of
 from fedprompt.streams import SERVER, stream
 
 pytestmark = pytest.mark.unit

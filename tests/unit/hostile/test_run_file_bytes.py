@@ -137,7 +137,6 @@ FORGERIES = [
     "UPDATE rounds SET summary = '[]'",
     "UPDATE rounds SET summary = '{}'",
     "UPDATE rounds SET summary = replace(summary, 'average', 'avarege')",
-    'UPDATE rounds SET summary = replace(summary, \'"domains": {"all"\', \'"domains": {"none"\') WHERE round = 2',
     'UPDATE rounds SET summary = replace(summary, \'"average": 0.55\', \'"average": "high"\')',
     "UPDATE rounds SET seconds = '{\"train\": null}'",
     "UPDATE rounds SET seconds = x'00'",

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedprompt.report import plots, style
+from fedprompt.report import matrices, plots, style
 from fedprompt.report.families import families
 
 pytestmark = pytest.mark.unit
@@ -53,19 +53,19 @@ def test_calibration_pools_the_bins_of_all_clients_and_seeds(write):
 
 
 def test_heat_map_shows_clients_by_evaluated_round(write):
-    figure = plots.client_heatmap(write("a", [[9, 5], [8, 6]]))
+    figure = matrices.client_heatmap(write("a", [[9, 5], [8, 6]]))
     np.testing.assert_allclose(figure.axes[0].get_images()[0].get_array(), [[90, 80], [50, 60]])
 
 
 def test_heat_map_leaves_out_clients_that_are_not_tested(write):
     run = write("a", [[9, 5], [8, 6]], clients=["zero", "one", "two", "three"], tested=[1, 3])
-    axes = plots.client_heatmap(run).axes[0]
+    axes = matrices.client_heatmap(run).axes[0]
     np.testing.assert_allclose(axes.get_images()[0].get_array(), [[90, 80], [50, 60]])
     assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "three"]
 
 
 def test_heat_map_of_a_run_that_was_not_evaluated_yet_is_empty(write):
-    style.png(plots.client_heatmap(write("a", [])), dpi=20)
+    style.png(matrices.client_heatmap(write("a", [])), dpi=20)
 
 
 def test_overview_is_a_png_that_opens(runs, tmp_path):
@@ -91,7 +91,7 @@ def test_a_run_that_was_not_evaluated_yet_gives_an_empty_picture(draw, write):
 
 
 def test_a_client_name_that_looks_like_mathematics_is_plain_text(write):
-    assert "$\\frac{$" in style.svg(plots.client_heatmap(write("a", [[9]], clients=["$\\frac{$"])), "x")
+    assert "$\\frac{$" in style.svg(matrices.client_heatmap(write("a", [[9]], clients=["$\\frac{$"])), "x")
 
 
 def test_colours_and_markers_do_not_repeat_together_for_forty_methods():

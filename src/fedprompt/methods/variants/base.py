@@ -11,7 +11,20 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError
-from fedprompt.method import Batch, Client, Combine, Method, Progress, Prompts, Seen, Server, Stage, Upload, World
+from fedprompt.method import (
+    Batch,
+    Client,
+    Combine,
+    Method,
+    Mixture,
+    Progress,
+    Prompts,
+    Seen,
+    Server,
+    Stage,
+    Upload,
+    World,
+)
 from fedprompt.prompts import heads
 from fedprompt.roles import Roles, Tensors
 
@@ -142,6 +155,9 @@ class Variant(Method):
 
     def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
         return self.inner.diagnostics(self.inside(world), params, seen, batch)
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        return self.inner.mixtures(self.inside(world), params, seen, batch)
 
 
 def squared_distance(params: Tensors, anchors: Tensors) -> Tensor:

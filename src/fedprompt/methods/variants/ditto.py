@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Progress, Prompts, Seen, Stage, World
+from fedprompt.method import Batch, Client, Mixture, Progress, Prompts, Seen, Stage, World
 from fedprompt.methods.variants.base import Variant, require_shared, squared_distance
 from fedprompt.registry import register_variant
 from fedprompt.roles import Roles, Tensors, pick, prefixed, stripped
@@ -101,6 +101,9 @@ class Ditto(Variant):
 
     def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
         return super().diagnostics(world, self._view(params), seen, batch)
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        return super().mixtures(world, self._view(params), seen, batch)
 
     def finish(
         self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress

@@ -1,0 +1,3 @@
+from fedprompt.cli import main
+
+main()

@@ -1,0 +1,67 @@
+"""What several commands have in common: arguments and options, reading them, and printing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedprompt.errors import ConfigError
+
+ConfigPath = Annotated[Path, typer.Argument(help="A YAML file, such as configs/demo.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to change, such as train.lr=0.1 method=head_tune.")
+]
+Seeds = Annotated[list[str] | None, typer.Option("--seed", help="Seeds to run: --seed 0 --seed 1, or --seed 0,1,2.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue runs that were stopped; finished ones are kept.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
+Runs = Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")]
+
+
+def load(config: Path, overrides: list[str] | None, seeds: list[str] | None) -> list[Any]:
+    from fedprompt import config_files
+
+    return config_files.load(config, overrides or (), seed_numbers(seeds))
+
+
+def seed_numbers(texts: list[str] | None) -> list[int]:
+    numbers = []
+    for text in ",".join(texts or []).split(",") if texts else []:
+        if not text.strip().isdecimal():
+            raise ConfigError(f"--seed must be a whole number of at least 0, got {text!r}")
+        numbers.append(int(text))
+    return numbers
+
+
+def open_runs(paths: list[Path]) -> list[Any]:
+    """Runs in the order given; a folder stands for the runs inside it."""
+    from fedprompt.errors import RunError
+    from fedprompt.federation.store import FILE
+    from fedprompt.run import Run
+
+    found = []
+    for path in paths:
+        inside = (
+            [path]
+            if (path / FILE).exists() or path.suffix == ".db"
+            else sorted(each.parent for each in path.glob(f"*/{FILE}"))
+        )
+        if not inside:
+            raise RunError(f"run: {str(path)!r} must be a run directory or hold some, but there is no {FILE}")
+        found += [Run(each) for each in inside]
+    return found
+
+
+def emit(data: Any, as_json: bool, text: str) -> None:
+    typer.echo(json.dumps(data, indent=2, default=str) if as_json else text)
+
+
+def emit_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """A plain table whose columns are the keys of the first row."""
+    widths = {key: max(len(key), *(len(str(row[key])) for row in rows)) for key in rows[0]}
+    lines = ["  ".join(key.ljust(width) for key, width in widths.items()).rstrip()]
+    lines += ["  ".join(str(row[key]).ljust(width) for key, width in widths.items()).rstrip() for row in rows]
+    emit(rows, as_json, "\n".join(lines))

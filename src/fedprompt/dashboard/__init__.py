@@ -1,0 +1,1 @@
+"""A live page about runs, served to this machine. Reads `run.db` only, without torch, and never keeps a writer waiting."""

@@ -1,0 +1,161 @@
+"""One run, followed: what was read of it stays in memory, and only what is new is read."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedprompt.config import Config
+from fedprompt.dashboard.discovery import Found
+from fedprompt.dashboard.history import History
+from fedprompt.dashboard.liveness import Locks, Signs, status
+from fedprompt.dashboard.reader import LiveRun
+from fedprompt.errors import FedpromptError
+from fedprompt.federation.store import FILE
+
+PAUSE, SHARE = 0.2, 1.0  #: between two looks at a run: so many seconds, or so many times what the first one took
+SETTLED = 0.1  #: seconds after which a change is sure to have a time of its own
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Tells whether a run file has changed, without opening it."""
+
+    inode: int
+    size: int
+    modified: int  #: nanoseconds
+    log_size: int
+    log_modified: int
+
+    @classmethod
+    def of(cls, directory: Path) -> Signature | None:
+        """None where there is no file."""
+        try:
+            file = os.stat(directory / FILE)
+        except OSError:
+            return None
+        try:
+            log = os.stat(directory / f"{FILE}-wal")
+            behind = (log.st_size, log.st_mtime_ns) if log.st_size else (0, 0)
+        except OSError:
+            behind = (0, 0)
+        return cls(file.st_ino, file.st_size, file.st_mtime_ns, *behind)
+
+    @property
+    def changed(self) -> float:
+        """When, in seconds since 1970."""
+        return max(self.modified, self.log_modified) / 1e9
+
+
+class Follower:
+    """Everything the page knows about one run. Hold `lock` while reading its fields."""
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+        self.lock = threading.RLock()
+        self.config: Config | None = None
+        self.history = History()
+        self.reason: str | None = None  #: why it cannot be read
+        self.generation = 0  #: goes up when the file was replaced by another one
+        self.signature: Signature | None = None  #: of the last look
+        self._settled = False
+        self._gate = threading.Lock()
+        self._rested = float("-inf")  #: when the next look may begin
+        self._grown: float | None = None
+
+    @property
+    def read(self) -> bool:
+        """Whether there was a look at all."""
+        return self.signature is not None
+
+    @contextmanager
+    def look(self) -> Iterator[LiveRun]:
+        """The run, open for a moment.
+
+        Looks never overlap, and between two of them the run has a rest that is at least as long as the look: SQLite begins
+        its log anew only when nobody reads, so one that is always being read grows without end.
+        """
+        with self._gate:
+            time.sleep(max(0.0, self._rested - time.monotonic()))
+            begin = time.monotonic()
+            try:
+                with closing(LiveRun(self.found.path)) as run:
+                    yield run
+            finally:
+                end = time.monotonic()
+                self._rested = end + max(PAUSE, SHARE * (end - begin))
+
+    def refresh(self) -> None:
+        """Read what is new. Who has been read is not waited for: what is known is good enough until the next time."""
+        with self.lock:
+            now, seen = time.monotonic(), Signature.of(self.found.path)
+            if seen is None or (seen == self.signature and self._settled):
+                return
+            if self.read and (self._gate.locked() or now < self._rested):
+                return
+            if self.signature is not None and seen.inode != self.signature.inode:
+                self._forget()
+            before = self.history.done
+            settled = time.time() - seen.changed > SETTLED
+            try:
+                self._read()
+                self.reason = None
+            except (FedpromptError, sqlite3.Error, OSError, UnicodeDecodeError) as error:
+                if Signature.of(self.found.path) != seen or _is_busy(error):
+                    return  # it moved under our eyes: the next look tells more
+                self._forget()
+                self.reason = str(error)
+            if self.read and self.history.done > before:
+                self._grown = now
+            self.signature, self._settled = seen, settled
+
+    def _read(self) -> None:
+        known = self.history
+        with self.look() as run:
+            config = run.config
+            rounds = list(run.reader.new_rounds(known.done if known.last else 0))
+            if known.last is not None and (not rounds or rounds[0] != known.last or config != self.config):
+                self._forget()  # another run under the same name
+                known, rounds = self.history, list(run.reader.new_rounds(0))
+            elif known.last is not None:
+                del rounds[0]
+            events = list(run.reader.new_events(known.last_event))
+        self.config = config
+        known.add_rounds(rounds)
+        known.add_events(events)
+
+    def _forget(self) -> None:
+        self.history, self.config, self._grown = History(), None, None
+        self.generation += 1
+
+    def status(self, locks: Locks) -> tuple[str, str]:
+        """See `liveness.status`."""
+        writer = locks.writer_of(self.found.path)
+        if writer:
+            self._grown = None  # growth counts as a sign of life only where nobody can be seen
+        now = time.monotonic()
+        return status(
+            Signs(
+                damaged=self.reason is not None,
+                complete=self.config is not None and self.history.done >= self.config.federation.rounds,
+                writer=writer,
+                grown=None if self._grown is None else now - self._grown,
+                quiet=time.time() - self.signature.changed if self.signature else 0.0,
+                pace=self.history.pace,
+            )
+        )
+
+
+def _is_busy(error: BaseException | None) -> bool:
+    """Whether SQLite only asked to come again later."""
+    while error is not None:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,79 @@
+"""Whether somebody is writing a run.
+
+A writer holds a lock on `run.lock` as long as it lives. To try that lock would take it for an instant, and a writer that
+starts in that instant would give up. So it is only looked at, in the list of all locks that Linux keeps in `/proc/locks`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+LOCKS = Path("/proc/locks")
+RECENT = 15.0  #: seconds after which a run that nobody is seen to write counts as stopped, or three of its rounds
+_HELD = re.compile(r"^\d+: FLOCK\s+\w+\s+WRITE\s+\S+\s+([0-9a-f]+):([0-9a-f]+):(\d+) ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Locks:
+    """The locks held on this machine, by device and inode; None where the system does not tell."""
+
+    held: frozenset[tuple[int, int, int]] | None
+
+    @classmethod
+    def now(cls, path: Path = LOCKS) -> Locks:
+        try:
+            return cls.parse(path.read_text(encoding="ascii", errors="replace"))
+        except OSError:
+            return cls(None)
+
+    @classmethod
+    def parse(cls, text: str) -> Locks:
+        return cls(
+            frozenset((int(major, 16), int(minor, 16), int(inode)) for major, minor, inode in _HELD.findall(text))
+        )
+
+    def writer_of(self, directory: Path) -> bool | None:
+        """Whether the run's lock is held; None where that cannot be known."""
+        try:
+            lock = os.stat(directory / "run.lock")
+        except OSError:
+            return False
+        if self.held is None:
+            return None
+        if (os.major(lock.st_dev), os.minor(lock.st_dev), lock.st_ino) in self.held:
+            return True
+        # some file systems (btrfs, overlays) call their devices differently here and there
+        return None if any(inode == lock.st_ino for _, _, inode in self.held) else False
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What is known about the life of a run."""
+
+    damaged: bool
+    complete: bool  #: has all its rounds
+    writer: bool | None  #: holds the lock; None where that cannot be known
+    grown: (
+        float | None
+    )  #: seconds since a round was seen to appear without a visible writer, such as one on another machine
+    quiet: float  #: seconds since the file last changed
+    pace: float  #: seconds a round takes
+
+
+def status(signs: Signs) -> tuple[str, str]:
+    """One of running, finished, stopped and damaged, and what tells so."""
+    recent = max(RECENT, 3 * signs.pace)
+    if signs.damaged:
+        return "damaged", "file"
+    if signs.writer:
+        return "running", "lock"
+    if signs.complete:
+        return "finished", "rounds"
+    if signs.grown is not None and signs.grown < recent:
+        return "running", "growth"
+    if signs.writer is None and signs.quiet < recent:
+        return "running", "age"
+    return "stopped", "lock" if signs.writer is False else "age"

@@ -1,0 +1,75 @@
+"""Who is in a federation: `keys/` of the server's folder decides, and Flower is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedprompt.deploy.flower import check_installed, environment, no_server
+from fedprompt.deploy.folders import ServerFolder, read_public_key
+from fedprompt.deploy.probing import is_running
+from fedprompt.errors import RunError
+
+if TYPE_CHECKING:
+    from fedprompt.engines.flower.nodes import Node, Register
+
+
+def nodes(folder: ServerFolder) -> list[Node]:
+    """The nodes that the running server knows, by name. A name is that of the key which the node signs with."""
+    with _register(folder) as register:
+        return register.nodes()
+
+
+def admit(folder: ServerFolder, name: str, public_key_file: Path) -> bytes:
+    """Let one more site in: at once where the server runs, else when it starts. Its key as the server keeps it."""
+    running = is_running(folder)
+    path = folder.add_key(name, read_public_key(public_key_file))
+    refused = reconcile(folder) if running else {}
+    if name in refused:
+        path.unlink()
+        raise RunError(refused[name])
+    return path.read_bytes()
+
+
+def expel(folder: ServerFolder, name: str) -> None:
+    """Let a site in no longer: what it sends is refused from now on. Its key cannot come back, under no name."""
+    running = is_running(folder)
+    folder.remove_key(name)
+    if running:
+        reconcile(folder)
+
+
+def reconcile(folder: ServerFolder) -> dict[str, str]:
+    """Make the running server let in those in `keys/` and nobody else; why it refused some, by name."""
+    from fedprompt.deploy.certificates import public_pem
+
+    wanted = {public_pem(path.read_bytes(), name): name for name, path in folder.public_keys().items()}
+    refused = {}
+    with _register(folder) as register:
+        known = {node.key: node for node in register.nodes()}
+        for key, node in known.items():
+            if wanted.get(key) != node.name:
+                register.remove(node)
+        for key, name in wanted.items():
+            if key not in known or known[key].name != name:
+                try:
+                    register.add(name, key)
+                except RunError as error:
+                    refused[name] = f"the key of {name} must be one that was never expelled or renamed ({error})"
+    return refused
+
+
+@contextmanager
+def _register(folder: ServerFolder) -> Iterator[Register]:
+    check_installed()
+    from fedprompt.engines.flower.nodes import Register
+
+    os.environ["NO_PROXY"] = environment(folder)["NO_PROXY"]
+    try:
+        with Register(str(folder.called_as), folder.ca_certificate if folder.secure else None) as register:
+            yield register
+    except ConnectionError:
+        raise no_server(folder) from None

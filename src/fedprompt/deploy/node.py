@@ -1,0 +1,78 @@
+"""`fedprompt node`: Flower's SuperNode on a site's machine, and the site's own images behind it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedprompt.deploy.addresses import Address
+from fedprompt.deploy.claiming import claimed
+from fedprompt.deploy.flower import check_installed
+from fedprompt.deploy.folders import SiteFolder, check_site_name
+from fedprompt.errors import ConfigError, broken
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How a node reaches its server, and who it is there."""
+
+    name: str
+    address: Address
+    ca_certificate: Path | None = None  #: of the authority that the server's certificate must come from
+    key: Path | None = None  #: the private key that the server knows this node by
+
+    @classmethod
+    def of(cls, folder: SiteFolder) -> Connection:
+        if not folder.secure:
+            return cls(folder.name, folder.address)
+        return cls(folder.name, folder.address, folder.ca_certificate, folder.key)
+
+    @classmethod
+    def insecure(cls, name: str, address: Address) -> Connection:
+        """Without TLS and keys, which is for trying things out on one machine."""
+        if not address.is_loopback:
+            raise ConfigError(broken("--server", "be an address of loopback without TLS and keys", str(address)))
+        return cls(check_site_name("--name", name), address)
+
+    @property
+    def is_secure(self) -> bool:
+        return self.key is not None
+
+    def arguments(self) -> list[str]:
+        """What `flower-supernode` is called with."""
+        trust = ["--insecure"]
+        if self.ca_certificate is not None and self.key is not None:
+            trust = ["--root-certificates", str(self.ca_certificate), "--auth-supernode-private-key", str(self.key)]
+        return ["--superlink", str(self.address), *trust]
+
+
+def start(
+    connection: Connection,
+    data: str,
+    state: Path,
+    format: str = "auto",
+    device: str | None = None,
+    weights: str | None = None,
+    anew: bool = False,
+    least_noise: float = 0.0,
+) -> None:
+    """Take part until a signal says stop. The images at `data` and what is under `state` stay here."""
+    check_installed()
+    os.environ["FLWR_HOME"] = str(state / "flwr")  # where Flower keeps notes of its own; else in the home of this user
+    from fedprompt.engines.flower.supernode import attend
+    from fedprompt.engines.node import Site
+
+    with claimed(state, "--state", "node"):
+        site = Site(connection.name, data, state, format, device, weights, anew, least_noise)
+        site.look()
+        arguments = connection.arguments()
+        say(f"runs: flower-supernode {shlex.join(arguments)} --isolation process")
+        say(f"{connection.name}: images of {data}, states and caches in {state}")
+        attend(arguments, site.answer)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

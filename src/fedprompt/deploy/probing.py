@@ -1,0 +1,56 @@
+"""Asking a server whether it is there, and whether it keeps strangers out, without any of Flower."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+
+from fedprompt.deploy.folders import ServerFolder
+from fedprompt.errors import RunError
+
+PATIENCE = 5.0  #: seconds for an answer
+OPEN, CLOSED = "/health", "/v1/control/list-nodes"
+
+
+def answers(folder: ServerFolder) -> bool:
+    """Whether the server of this folder runs: the right certificate, and a health route that is well."""
+    return _status(folder, "GET", OPEN, {}) == 200
+
+
+def is_running(folder: ServerFolder) -> bool:
+    """The same, for those to whom it matters that there is really none: whatever listens must answer."""
+    address = folder.called_as
+    try:
+        with socket.create_connection((address.host, address.port), PATIENCE):
+            pass
+    except ConnectionRefusedError:
+        return False
+    except OSError as error:
+        raise RunError(f"cannot tell whether a server runs at {address}: {error}") from error
+    if not answers(folder):
+        raise RunError(f"what listens at {address} does not answer like the server of {folder.path}")
+    return True
+
+
+def keeps_strangers_out(folder: ServerFolder) -> bool:
+    """Whether the gate stands: a request that says it came through a proxy is not one of this machine."""
+    return _status(folder, "POST", CLOSED, {"X-Forwarded-For": "192.0.2.1"}) == 403
+
+
+def _status(folder: ServerFolder, method: str, path: str, headers: dict[str, str]) -> int | None:
+    """The status of the answer; None if there is none."""
+    address = folder.called_as
+    connection: http.client.HTTPConnection
+    if folder.secure:
+        context = ssl.create_default_context(cafile=folder.ca_certificate)
+        connection = http.client.HTTPSConnection(address.host, address.port, timeout=PATIENCE, context=context)
+    else:
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=PATIENCE)
+    try:
+        connection.request(method, path, headers=headers)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

@@ -1,0 +1,63 @@
+"""Which tables there are, and where their configs lie: `pfedbayespt/table1` is papers/pfedbayespt/table1.yaml in this package."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedprompt import config_files
+from fedprompt.errors import ConfigError, broken
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A config that can be reproduced."""
+
+    name: str  #: `paper/table`, or the stem of a file of one's own
+    path: Path
+
+    @property
+    def header(self) -> str:
+        """The comment the file begins with, or nothing."""
+        first = self.path.read_text(encoding="utf-8").partition("\n")[0]
+        return first.lstrip("# ").strip() if first.startswith("#") else ""
+
+    @property
+    def title(self) -> str:
+        """What it is, without where that was published: `Table 1 of pFedBayesPT`."""
+        return re.sub(r" \([^)]*\)", "", self.header.partition(":")[0]).rstrip(".") or self.name
+
+    @property
+    def about(self) -> str:
+        """What the paper did, as the header tells it."""
+        return self.header.partition(": ")[2]
+
+    @property
+    def called(self) -> str:
+        """How a command names it."""
+        return self.name if "/" in self.name else str(self.path)
+
+
+def experiments() -> list[Experiment]:
+    """All that this package holds."""
+    return [Experiment(f"{path.parent.name}/{path.stem}", path) for path in sorted(HERE.glob("*/*.yaml"))]
+
+
+def find(name: str) -> Experiment:
+    """An experiment by its name, or by a path to a YAML file; one that is not there is told with names like it."""
+    known = {each.name: each for each in experiments()}
+    if name in known:
+        return known[name]
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        inside = [each for each in known.values() if path.exists() and each.path.samefile(path)]
+        config_files.read(path)  # raises where there is none
+        return inside[0] if inside else Experiment(path.stem, path)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [n for n in known if name and name in n][:3]
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    rule = "be the name of a table or a path to a YAML file"
+    raise ConfigError(f"{broken('experiment', rule, name)}; {hint}`fedprompt reproduce --list` lists all")

@@ -1,0 +1,84 @@
+"""What run files tell besides accuracies: time by phase, updates that were refused, privacy that was spent."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fedprompt.federation.store import PRIVACY, REFUSED
+from fedprompt.report.families import Family
+from fedprompt.report.tables import NOTHING
+from fedprompt.run import Run
+
+
+def phase_seconds(family: Family) -> dict[str, float]:
+    """Seconds of a whole run by phase, mean over seeds."""
+    each = [run.summary()["seconds"] for run in family.runs]
+    phases = dict.fromkeys(phase for seconds in each for phase in seconds)
+    return {phase: sum(seconds.get(phase, 0.0) for seconds in each) / len(each) for phase in phases}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An update that the guard kept out of a round."""
+
+    round: int
+    client: int | None
+    rule: str
+    value: str  #: what was found
+
+
+def refusals(run: Run) -> list[Refusal]:
+    """In the order in which they happened."""
+    found = [(round, client) for round, client, kind, _ in run.reader.events() if kind == REFUSED]
+    told = run.reader.details(REFUSED)  # the same events, read strictly
+    return [
+        Refusal(round, client, str(detail.get("rule")), _plain(detail.get("value")))
+        for (round, client), detail in zip(found, told, strict=True)
+    ]
+
+
+def _plain(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def client_name(run: Run, client: int | None) -> str:
+    if client is None:
+        return NOTHING
+    return run.clients[client] if 0 <= client < len(run.clients) else f"nobody ({client})"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a run had spent of its privacy after every round."""
+
+    epsilons: dict[int, float]  #: by round; infinite without noise
+    noise: float | None
+    delta: float | None
+    clip: float | None  #: of the last round
+
+    @property
+    def total(self) -> float:
+        return list(self.epsilons.values())[-1]
+
+
+def privacy_spent(run: Run) -> Spent | None:
+    """None where nothing is private, or nothing was spent yet."""
+    rounds = [round for round, _, kind, _ in run.reader.events() if kind == PRIVACY]
+    told = run.reader.details(PRIVACY)
+    if not told:
+        return None
+    epsilons = {
+        round: math.inf if (value := _number(detail.get("epsilon"))) is None else value
+        for round, detail in zip(rounds, told, strict=True)
+    }
+    clips = [clip for detail in told if (clip := _number(detail.get("clip"))) is not None]
+    last = told[-1]
+    return Spent(epsilons, _number(last.get("noise")), _number(last.get("delta")), clips[-1] if clips else None)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) else None

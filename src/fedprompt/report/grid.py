@@ -1,0 +1,174 @@
+"""Families as papers print them: methods down the side, settings such as data sets or partitions across the top.
+
+A column is one task; only within a column can accuracies be compared. Where the runs fill such a table to at least a half it is a
+grid, and has a table of its own. Pictures are drawn column by column in any case, and a method keeps its colour in all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePath
+from typing import Any
+
+from fedprompt.report.families import TASK, Family, Settings, families, flatten, section, settings_of, written
+from fedprompt.report.tables import NOTHING, Cell, Row, percent, row_of, winners
+from fedprompt.run import Run
+
+WIDE = ("data", "partition", "backbone", "federation", "attack", "privacy")  #: what papers vary across the top
+PAIR = ("average", "worst")  #: figures that stand side by side in every column
+TITLES = {"average": "Average", "worst": "Worst Local"}
+FOUND = ("data.fingerprint", "backbone.digest")  #: they tell columns apart only where no setting does
+UNFINISHED = "†"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One task, and the families that met it by the number of their row."""
+
+    label: str  #: empty where there is only one column
+    families: dict[int, Family]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """All runs, by row and column."""
+
+    fields: tuple[str, ...]  #: the settings that columns are named by
+    columns: tuple[Column, ...]
+    labels: tuple[str, ...]  #: of the rows
+
+    @property
+    def is_grid(self) -> bool:
+        """Several methods on several tasks, at least half of all combinations, and none of them only once."""
+        cells = sum(len(column.families) for column in self.columns)
+        rows, columns = len(self.labels), len(self.columns)
+        return rows > 1 and columns > 1 and 2 * cells >= rows * columns and cells > max(rows, columns)
+
+    @cached_property
+    def rows(self) -> list[dict[int, Row]]:
+        """The figures of each column, by number of the row."""
+        return [{number: row_of(family) for number, family in column.families.items()} for column in self.columns]
+
+
+def arrange(runs: Sequence[Run]) -> Arrangement:
+    """A grid over everything that papers vary if the runs form one; else over the tasks, which never share a column."""
+    wide = _arranged(families(runs, *WIDE), WIDE)
+    if wide.is_grid:
+        return wide
+    narrow = _arranged(families(runs, *TASK), TASK)
+    return narrow if narrow.is_grid else _arranged(families(runs), TASK, folded=False)
+
+
+def _arranged(groups: Sequence[Family], names: Sequence[str], folded: bool = True) -> Arrangement:
+    """Families by label and task. Folded, of those that stopped at different rounds only the one that got farthest has a place."""
+    tasks: dict[str, list[Family]] = {}
+    settings: dict[str, Settings] = {}
+    for family in groups:
+        found = section(_settings(family), names)
+        key = json.dumps(found, sort_keys=True)
+        tasks.setdefault(key, []).append(family)
+        settings[key] = found
+    fields = telling(list(settings.values()))
+    labels = list(dict.fromkeys(family.label if folded else family.title for family in groups))
+    columns = []
+    for key in sorted(tasks, key=lambda key: _order(settings[key], fields)):
+        members: dict[int, Family] = {}
+        for family in tasks[key]:
+            number = labels.index(family.label if folded else family.title)
+            if number not in members or members[number].rounds < family.rounds:
+                members[number] = family
+        columns.append(Column(column_label(settings[key], fields), dict(sorted(members.items()))))
+    return Arrangement(tuple(fields), tuple(columns), tuple(labels))
+
+
+def _settings(family: Family) -> Settings:
+    run = family.runs[0]
+    return flatten(run.config.model_dump(mode="json", include=set(WIDE))) | {
+        name: settings_of(run)[name] for name in FOUND
+    }
+
+
+def telling(settings: Sequence[Settings]) -> list[str]:
+    """The fewest settings that tell some tasks apart, the plainest first."""
+    varied = [
+        field
+        for field in dict.fromkeys(field for each in settings for field in each)
+        if len({written(each.get(field)) for each in settings}) > 1
+    ]
+    varied.sort(key=lambda field: (field in FOUND, not field.startswith(("data.source", "partition.")), field))
+    chosen: list[str] = []
+    while varied and _told_apart(settings, chosen) < len(settings):
+        best = max(varied, key=lambda field: _told_apart(settings, [*chosen, field]))  # the first of equals
+        chosen.append(best)
+        varied.remove(best)
+    return sorted(chosen, key=lambda field: (not field.startswith("data."), field))
+
+
+def _told_apart(settings: Sequence[Settings], fields: Sequence[str]) -> int:
+    return len({tuple(written(each.get(field)) for field in fields) for each in settings})
+
+
+def _order(settings: Settings, fields: Sequence[str]) -> list[tuple[int, float, str]]:
+    """Numbers by size, everything else by name, what is absent first."""
+    order = []
+    for field in fields:
+        value = settings.get(field)
+        number = float(value) if isinstance(value, int | float) else None
+        rank = 0 if value is None else 1 if number is None else 2
+        order.append((rank, number or 0.0, written(value)))
+    return order
+
+
+def column_label(settings: Settings, fields: Sequence[str]) -> str:
+    """`pacs, domains_per_client=2`: data sets and weights by their name alone."""
+    return ", ".join(_told(field, settings.get(field)) for field in fields)
+
+
+def _told(field: str, value: Any) -> str:
+    if field in ("data.source", "backbone.name"):
+        return PurePath(str(value)).stem or str(value)  # where it lies on this machine is nobody else's business
+    if field in FOUND:
+        return f"{field.partition('.')[0]} {str(value)[:8]}"
+    place, _, leaf = field.rpartition(".")
+    name = leaf if place in ("data", "partition", "federation") else field
+    return f"{name}={'none' if value is None else written(value)}"
+
+
+def grid_cells(grid: Arrangement) -> list[list[Cell]]:
+    """One line a method: Average and Worst Local in every column, the best of each column in bold."""
+    best = [{key: _best(rows, key) for key in PAIR} for rows in grid.rows]
+    table = []
+    for number, label in enumerate(grid.labels):
+        line = [Cell(label)]
+        for rows, chosen in zip(grid.rows, best, strict=True):
+            line += [Cell(_written(rows.get(number), key), number in chosen[key]) for key in PAIR]
+        table.append(line)
+    return table
+
+
+def _best(rows: dict[int, Row], key: str) -> set[int]:
+    numbers = list(rows)
+    return {numbers[place] for place in winners([rows[number] for number in numbers], key)}
+
+
+def _written(row: Row | None, key: str) -> str:
+    value = row.values.get(key) if row else None
+    if row is None or value is None:
+        return NOTHING
+    return percent(value) + ("" if row.finished else f" {UNFINISHED}")
+
+
+def remarks(grid: Arrangement) -> list[str]:
+    """What a reader of the grid has to know."""
+    seeds = sorted({len(row.seeds) for rows in grid.rows for row in rows.values()})
+    lines = [
+        "Average and Worst Local in per cent, mean ± sample standard deviation over "
+        f"{' to '.join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1])))} seeds; "
+        f"columns differ in {', '.join(grid.fields)}."
+    ]
+    if any(not row.finished for rows in grid.rows for row in rows.values()):
+        lines.append(f"{UNFINISHED} stopped before its last round.")
+    return lines

@@ -1,0 +1,187 @@
+"""The end of the page: what all runs have in common, in what they differ, and everything needed to repeat each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from fedprompt.federation.store import PRIVACY, REFUSED, RoundRecord
+from fedprompt.report import page
+from fedprompt.report.events import client_name
+from fedprompt.report.families import families, flatten, rounds_done
+from fedprompt.report.families import written as written_value
+from fedprompt.report.readings import last_results
+from fedprompt.report.tables import NOTHING, Cell, format_bytes
+from fedprompt.run import Run
+
+HIDDEN = {"output", "engine", "name", "seed"}  #: what does not make another experiment
+MOST_EVENTS = 200  #: that are listed for a run
+
+
+def settings_section(runs: Sequence[Run]) -> str:
+    """The settings that all runs share once, those that differ as a table, and the versions of the software."""
+    groups = families(runs)
+    plain = [group.runs[0].config.model_dump(mode="json", exclude=HIDDEN) for group in groups]
+    common = shared(plain)
+    flat, known = [flatten(each) for each in plain], set(flatten(common))
+    varied = sorted({field for each in flat for field in each} - known)
+    table = differing([group.title for group in groups], varied, flat) if varied else ""
+    return page.section(
+        "Settings and versions",
+        page.folded("Settings of all runs", page.preformatted(as_yaml(common))),
+        page.section("Settings that differ", table, level=3) if table else "",
+        page.section("Versions", versions(runs), level=3),
+    )
+
+
+def differing(titles: Sequence[str], fields: Sequence[str], flat: Sequence[Mapping[str, Any]]) -> str:
+    """One line a method with what it was told, as overrides write it: methods have few settings in common."""
+    rows = [
+        [Cell(title), Cell("  ".join(f"{field}={written_value(own[field])}" for field in fields if field in own))]
+        for title, own in zip(titles, flat, strict=True)
+    ]
+    return page.table("Settings that differ", ["Method", "Settings"], rows, kind="text")
+
+
+def shared(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What nested settings have in common."""
+    first, *rest = values
+    common: dict[str, Any] = {}
+    for key, value in first.items():
+        if all(key in other and other[key] == value for other in rest):
+            common[key] = value
+        elif all(isinstance(each.get(key), dict) for each in values) and (
+            inner := shared([each[key] for each in values])
+        ):
+            common[key] = inner
+    return common
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+
+
+def versions(runs: Sequence[Run]) -> str:
+    """One line for every set of versions, and the runs that were made with it."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        told = run.reader.fact("versions") or {}
+        found.setdefault(", ".join(f"{name} {version}" for name, version in told.items()) or NOTHING, []).append(
+            run.name
+        )
+    if len(found) == 1:
+        return page.paragraph(next(iter(found)))
+    return page.table(
+        "Versions",
+        ["Versions", "Runs"],
+        [[Cell(text), Cell(", ".join(names))] for text, names in found.items()],
+        kind="text",
+    )
+
+
+def runs_section(runs: Sequence[Run]) -> str:
+    head = ["Run", "Method", "Seed", "Rounds", "Average", "Worst Local", "Seconds", "Config digest"]
+    return page.section(
+        "Runs",
+        page.table("Runs", head, [run_line(run) for run in runs]),
+        page.paragraph(
+            "The whole config of every run, its rounds and its events are in the file, not on paper.", "paper"
+        ),
+        *(run_details(run) for run in runs),
+    )
+
+
+def run_line(run: Run) -> list[Cell]:
+    summary = run.summary()
+    cells = [
+        run.name,
+        run.config.label,
+        str(run.config.seed),
+        f"{rounds_done(run)}/{run.config.federation.rounds}" + ("" if run.finished else ", unfinished"),
+        *(written(summary.get(key), "{:.2%}") for key in ("average", "worst")),
+        written(sum(summary["seconds"].values()), "{:.1f}"),
+        run.config.digest()[:12],
+    ]
+    return [Cell(cell) for cell in cells]
+
+
+def run_details(run: Run) -> str:
+    """Everything needed to repeat one run, and what it did round by round."""
+    config = run.config
+    # where a run was written changes no result, and is nobody else's business
+    settings = config.model_dump(mode="json", exclude={"output"})
+    told = run.reader.fact("versions") or {}
+    progress = f"{rounds_done(run)}/{config.federation.rounds} rounds"
+    facts = [
+        ("Method", config.label),
+        ("Seed", str(config.seed)),
+        ("Progress", progress if run.finished else f"{progress}, unfinished"),
+        ("Clients", clients_of(run)),
+        ("Config digest", config.digest()),
+        ("Backbone digest", str(run.reader.fact("backbone"))),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in told.items())),
+    ]
+    happened = events_table(run)
+    parts = [
+        page.definitions(facts),
+        page.folded("Config", page.preformatted(as_yaml(settings))),
+        page.folded("Rounds", rounds_table(run)),
+        *([page.folded("Events", happened)] if happened else []),
+    ]
+    return page.folded(run.name, "\n".join(parts), "run screen")
+
+
+def clients_of(run: Run) -> str:
+    """How many there are, and how many of them the accuracies are about."""
+    last = last_results(run)
+    everyone, tested = len(run.clients), len(last.clients) if last else 0
+    settings = run.config.federation
+    drawn = settings.evaluate_clients == tested < everyone
+    if settings.held_out and tested:
+        who = f"{tested} of those held out of training" if drawn else f"the {tested} held out of training"
+        return f"{everyone}; only {who} are evaluated"
+    return f"{everyone}; {tested} of them, drawn once, stand for all in evaluations" if drawn else str(everyone)
+
+
+def rounds_table(run: Run) -> str:
+    records = run.rounds()
+    phases = list(dict.fromkeys(phase for record in records for phase in record.seconds))
+    head = ["Round", "Clients", "Loss", "Average", "Worst Local", "Up", "Down", *(f"{phase} (s)" for phase in phases)]
+    return page.table(f"Rounds of {run.name}", head, [round_line(record, phases) for record in records])
+
+
+def round_line(record: RoundRecord, phases: Sequence[str]) -> list[Cell]:
+    summary = record.summary or {}
+    numbers = [
+        str(record.round),
+        str(len(record.cohort)),
+        written(record.loss, "{:.4f}"),
+        *(written(summary.get(key), "{:.2%}") for key in ("average", "worst")),
+        format_bytes(record.bytes_up),
+        format_bytes(record.bytes_down),
+        *(written(record.seconds.get(phase), "{:.2f}") for phase in phases),
+    ]
+    return [Cell(number) for number in numbers]
+
+
+def events_table(run: Run) -> str:
+    """What else happened; refused updates and privacy have sections of their own."""
+    found = [event for event in run.reader.events() if event[2] not in (REFUSED, PRIVACY)]
+    rows = [
+        [Cell(text) for text in (str(round), client_name(run, client), kind, detail)]
+        for round, client, kind, detail in found[:MOST_EVENTS]
+    ]
+    left = len(found) - len(rows)
+    rest = page.paragraph(f"{left} more are in the run file.") if left else ""
+    return (
+        page.table(f"Events of {run.name}", ["Round", "Client", "Kind", "Detail"], rows, kind="text") + rest
+        if rows
+        else ""
+    )
+
+
+def written(value: float | None, form: str) -> str:
+    """What was not measured in a round is a dash, not a zero."""
+    return NOTHING if value is None else form.format(value)

@@ -1,0 +1,46 @@
+"""The code that docs/export.md shows, run as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs/export.md").read_text()
+PLAIN, DUAL = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+SETTING_UP = PLAIN[: PLAIN.index("with torch.no_grad():")]
+
+
+def documented_logits(folder: Path, image: Image.Image, dual: bool = False, code: str | None = None) -> Tensor:
+    """Logits (C,) of an image by the code of the page, which finds `exported/` and `image.png` where it is run."""
+    image.save(folder / "image.png")
+    names: dict[str, Any] = {}
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        exec(code or (SETTING_UP + DUAL if dual else PLAIN), names)
+    finally:
+        os.chdir(before)
+    logits: Tensor = names["logits"][0]
+    return logits
+
+
+def outcomes() -> dict[str, str]:
+    """What the table of the page says of every method: exact, approximate or refused. `kin` stands for methods of that beginning."""
+    rows = re.findall(r"^\| (.*) \| (exact|approximate|refused)[^|]*\|$", PAGE, flags=re.MULTILINE)
+    said = {}
+    for methods, outcome in rows:
+        for name, kin in re.findall(r"`(\w+)`( and its kin)?", methods):
+            said[name + ("*" if kin else "")] = outcome
+    return said
+
+
+def outcome_of(method: str) -> str:
+    said = outcomes()
+    kin = [name for name in said if name.endswith("*") and method.startswith(name[:-1])]
+    return said[method] if method in said else said[kin[0]]

@@ -1,0 +1,65 @@
+"""Every command that a document shows can be given: it exists, has these options, and its config is a valid one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import documents
+import pytest
+import typer
+
+from fedprompt import config_files, registry
+from fedprompt.backbones.tiny import TINY_CLIP_SHAPE, random_vit, tiny_clip
+from fedprompt.cli import app
+from fedprompt.method import World
+
+pytestmark = pytest.mark.unit
+
+ALL = [
+    pytest.param(words, id=f"{documents.name(page)}-{number}")
+    for page in documents.PAGES
+    for number, words in enumerate(documents.commands(page))
+]
+OF_METHODS = [
+    pytest.param(page.stem, words, id=f"{page.stem}-{number}")
+    for page in documents.METHOD_PAGES
+    for number, words in enumerate(documents.commands(page))
+]
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """What the command line understands of a command, without doing it."""
+    command: Any = typer.main.get_command(app)
+    rest = list(words)
+    while hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    context: click.Context = command.make_context(command.name, rest)
+    return context.params
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_every_command_shown_is_one_that_can_be_given(words: list[str]) -> None:
+    given = parsed(words)
+    if given.get("config") is not None:
+        asked = [f"privacy.target_epsilon={given['target_epsilon']}"] if given.get("target_epsilon") else []
+        made = config_files.load(documents.ROOT / given["config"], [*(given["overrides"] or []), *asked])
+        assert made
+        for each in made:
+            registry.build(each.method, each.variant)
+
+
+@pytest.mark.parametrize(("name", "words"), OF_METHODS)
+def test_the_command_of_a_method_describes_one_run_of_it_that_it_accepts(name: str, words: list[str]) -> None:
+    given = parsed(words)
+    (made,) = config_files.load(documents.ROOT / given["config"], list(given["overrides"]))
+    assert name in (made.method["name"], (made.variant or {}).get("name"))
+    digits = tuple("0123456789")
+    language = tiny_clip(random_vit(TINY_CLIP_SHAPE)).language(digits)
+    world = World(384, 12, 17, 14, digits, tuple("abcdef"), language=language)  # as in the demo
+    registry.build(made.method, made.variant).check(world, made.train)
+
+
+@pytest.mark.parametrize("page", documents.METHOD_PAGES, ids=lambda page: page.stem)
+def test_every_method_shows_a_command(page: Any) -> None:
+    assert documents.commands(page)

@@ -1,0 +1,149 @@
+"""The gate before Flower's SuperLink: what other machines may reach, and who counts as one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.superlink import extensions, main
+
+from fedprompt.engines.flower import superlink
+from fedprompt.engines.flower.superlink import Gate, failures_only, put_up_gate
+from fedprompt.errors import RunError
+
+pytestmark = pytest.mark.unit
+
+STRANGER, SERVER = ("198.51.100.7", 50000), ("192.0.2.10", 9092)
+
+
+def passed(
+    path: str, client: Any = STRANGER, kind: str = "http", body: list[int] | None = None, **more: Any
+) -> list[dict[str, Any]] | None:
+    """What the gate sends back; None where it let the request through, with its whole body in parts of so many bytes."""
+    sent: list[dict[str, Any]] = []
+    parts = [{"type": "http.request", "body": bytes(size), "more_body": True} for size in body or []]
+    parts.append({"type": "http.request", "body": b"", "more_body": False})
+    through = False
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal through
+        through = True
+        if body is not None:
+            arrived = [await receive() for _ in range(len(body) + 1)]
+            assert [len(part["body"]) for part in arrived] == [*body, 0]
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    scope = {"type": kind, "path": path, "client": client, "server": SERVER, "headers": [], "root_path": ""} | more
+    asyncio.run(Gate(application)(scope, receive, send))
+    assert through == (not sent)
+    return sent or None
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/fleet/pull-messages", "/v1/fleet/register-node"])
+def test_other_machines_reach_what_nodes_need(path: str) -> None:
+    assert passed(path) is None
+
+
+def test_a_request_of_another_machine_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(superlink, "LARGEST_REQUEST", 100)
+    assert passed("/v1/fleet/push-object", body=[60, 40]) is None
+    start, _ = passed("/v1/fleet/push-object", body=[60, 41, 10**6]) or []
+    assert start["status"] == 413
+    assert passed("/v1/fleet/push-object", ("127.0.0.1", 5), body=[60, 41]) is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/control/start-run",
+        "/v1/control/register-node",
+        "/v1/runtime/acquire-task",
+        "/docs",
+        "/openapi.json",
+        "/",
+        "",
+        "//v1/control/start-run",
+        "//v1/fleet/pull-messages",
+        "/v1/fleet",
+        "/v1/fleet/",
+        "/v1/fleet/../control/start-run",
+        "/v1/fleet/%2e%2e/control/start-run",
+        "/v1/fleet/x/../../control/start-run",
+        "/v1/fleet/pull-messages/",
+        "/v1/fleet/pull-messages\n",
+        "/V1/Fleet/pull-messages",
+        "/health/../v1/control/start-run",
+        "/HEALTH",
+    ],
+)
+def test_other_machines_reach_nothing_else(path: str) -> None:
+    start, body = passed(path) or []
+    assert (start["status"], start["type"]) == (403, "http.response.start")
+    assert "other machines" in json.loads(body["body"])["detail"]
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1", SERVER[0], f"::ffff:{SERVER[0]}"]
+)
+def test_this_machine_reaches_everything(host: str) -> None:
+    assert passed("/v1/control/start-run", (host, 50000)) is None
+
+
+@pytest.mark.parametrize(
+    "client", [None, ("", 0), ("unix", 0), ("192.0.2.11", 9092), ("::ffff:198.51.100.7", 1), ("::", 1)]
+)
+def test_who_cannot_be_told_to_be_this_machine_is_not(client: Any) -> None:
+    assert passed("/v1/control/start-run", client) is not None
+
+
+@pytest.mark.parametrize(
+    "header", [b"x-forwarded-for", b"X-Forwarded-For", b"forwarded", b"via", b"x-real-ip", b"origin"]
+)
+def test_what_came_through_a_proxy_or_a_browser_is_not_of_this_machine(header: bytes) -> None:
+    headers = [(b"host", b"localhost"), (header, b"127.0.0.1")]
+    assert passed("/v1/control/start-run", ("127.0.0.1", 1), headers=headers) is not None
+    assert passed("/v1/fleet/pull-messages", ("127.0.0.1", 1), headers=headers) is None
+
+
+def test_a_prefix_that_the_router_would_strip_opens_nothing() -> None:
+    assert passed("/v1/fleet/pull-messages", root_path="/v1/fleet") is not None
+
+
+def test_websockets_of_other_machines_are_closed() -> None:
+    assert passed("/v1/fleet/pull-messages", kind="websocket") == [{"type": "websocket.close", "code": 1008}]
+    assert passed("/v1/control/any", ("::1", 1), kind="websocket") is None
+
+
+def test_the_lifespan_of_the_application_passes() -> None:
+    assert passed("", None, kind="lifespan") is None
+
+
+def test_the_gate_is_the_outermost_part_of_flower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
+    put_up_gate()
+    assert main.create_app().user_middleware[0].cls is Gate
+
+
+def test_a_flower_that_does_not_ask_for_the_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
+    monkeypatch.setattr(main, "_get_middleware", lambda: [])
+    with pytest.raises(RunError, match=r"install the one of fedprompt\[flower\]"):
+        put_up_gate()
+
+
+@pytest.mark.parametrize(("status", "kept"), [(200, False), (204, False), (401, True), (500, True)])
+def test_the_log_keeps_refused_requests_only(status: int, kept: bool) -> None:
+    arguments = ("127.0.0.1:1", "POST", "/v1/fleet/pull-messages", "1.1", status)
+    record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', arguments, None)
+    assert failures_only(record) is kept
