@@ -169,6 +169,7 @@ def test_runs_are_filtered_and_sorted_and_the_address_keeps_it(folder: Path, vis
     page.get_by_label("Filter", exact=True).fill("nothing like this")
     assert page.locator(".runs").is_hidden()
     page.get_by_label("Filter", exact=True).fill("HEAD")
+    page.wait_for_url("**q=HEAD**")  # the browser tells of a new address a little later
     again = visit(page.url.partition("/#")[2].join(["#", ""]))
     count(again, ".runs tbody tr", 1)
     assert rows(again) == ["c"]
