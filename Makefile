@@ -6,6 +6,9 @@ INSTALLED := $(VENV)/.installed
 # one single-threaded worker per core: many small tests, no shared state
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
+# modules are compiled when they are first imported, and kept: some machines forbid that, and every process starts 10 s later
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup assets demo bench test test-all test-flower docs lint format results clean
 
 setup: $(INSTALLED)
