@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,12 +22,12 @@ from fedprompt.federation.guard import Admitted, Guard
 from fedprompt.federation.messages import COHORT, Ahead, Download, Failure, Reply, Training
 from fedprompt.federation.pool import StoredRows
 from fedprompt.federation.sampling import away_by_round, sample_attackers, sample_cohort, sample_tested
+from fedprompt.federation.server_noise import ServerNoise
 from fedprompt.federation.store import PRIVACY, REFUSED, UNTESTED, Event, RoundRecord, RunStore
 from fedprompt.method import Combine, Method, Server, Upload, World, without
 from fedprompt.pool import Pool
 from fedprompt.profiling import scope
 from fedprompt.roles import Tensors
-from fedprompt.streams import SERVER, sealed, stream
 
 
 class Engine(Protocol):
@@ -137,6 +135,15 @@ class Federation:
             return None
         return Budget(self.config, self.terms, self.store.details(PRIVACY))
 
+    @property
+    def clip(self) -> float | None:
+        """The bound on an update, where there is one."""
+        return None if self.budget is None else self.budget.clip
+
+    @cached_property
+    def noise(self) -> ServerNoise | None:
+        return None if self.terms is None else ServerNoise(self.config, self.world, self.terms, self.secret)
+
     @cached_property
     def combine(self) -> Combine:
         return rule(self.config.aggregation)
@@ -187,8 +194,7 @@ class Federation:
                 server = self._finite(self.method.aggregate(self.world, server, uploads, self.combine), round)
             events += [Event(each.client, "capped", each.value) for each in capped]
             if self.budget is not None:
-                next_clip = self._next_clip(trained.admitted.replies, server.round + 1)
-                events += self._spent(round, trained.cohorts, next_clip)
+                events += self._spent(round, trained)
         server = _in_order(replace(server, round=round))
         results: dict[int, ClientResult] = {}
         if is_evaluated(round, self.config.federation) or not self._affords(round + 1):
@@ -216,12 +222,14 @@ class Federation:
         self.observer.committed(record)
         return server
 
-    def _spent(self, round: int, cohorts: Sequence[Sequence[int]], next_clip: float | None) -> list[Event]:
+    def _spent(self, round: int, trained: Trained) -> list[Event]:
         """What the round cost, to be committed with it. Sites see the model before that, so there it is noted at once."""
         assert self.budget is not None
+        assert self.noise is not None
+        next_clip = self.noise.next_clip(trained.admitted.replies, round, self.clip)
         if self.secret is None:
-            return [self.budget.round(cohorts, next_clip)]
-        cost = self.budget.round(cohorts, None)
+            return [self.budget.round(trained.cohorts, next_clip)]
+        cost = self.budget.round(trained.cohorts, None)
         self.store.note(round, cost.client, cost.kind, cost.detail)
         return [] if next_clip is None else [self.budget.move_clip(next_clip)]
 
@@ -279,7 +287,7 @@ class Federation:
     def _moving_clip(self) -> float | None:
         """The bound that clients have to be told, since it moves."""
         moves = self.config.privacy is not None and self.config.privacy.quantile is not None
-        return self.budget.clip if moves and self.budget is not None else None
+        return self.clip if moves else None
 
     def _admitted(
         self, arriving: Iterable[Reply | Failure], round: int, cohort: Sequence[int], server: Server
@@ -337,8 +345,8 @@ class Federation:
 
     def _uploads(self, replies: Sequence[Reply], server: Server, when: str) -> tuple[list[Upload], list[Failure]]:
         """What the method aggregates, and whose claim of images was cut. With noise on sums it is one upload for all."""
-        if self.terms is not None and self.terms.settings.noise_at == "server":
-            return [Upload(COHORT, self._noised_sum(replies, server, when, self.terms), 1.0)], []
+        if self.noise is not None and self.noise.terms.settings.noise_at == "server":
+            return [Upload(COHORT, self.noise.total(replies, server, when, self.clip), 1.0)], []
         if not replies:
             return [], []
         believed, capped = self.guard.weights(replies)
@@ -349,48 +357,6 @@ class Federation:
             for reply, images, weight in zip(replies, believed, weights, strict=True)
         ]
         return uploads, capped
-
-    def _noised_sum(self, replies: Sequence[Reply], server: Server, when: str, terms: Terms) -> Tensors:
-        parts = privacy.groups(self.world.roles, when, terms.settings, self.budget.clip if self.budget else None)
-        noise = terms.noise if when == "start" else privacy.update_noise(terms.noise, self._bit_noise(terms))
-        reference = server.shared if when == "round" else {}
-        secure = self.config.federation.secure_sum
-        total = privacy.noised_sum(
-            [reply.upload if secure else privacy.bounded(reply.upload, reference, parts)[0] for reply in replies],
-            reference,
-            parts,
-            terms.expected,
-            noise,
-            self._noise("privacy", server.round + (when == "round"), replies),
-            [
-                float(reply.samples) for reply in replies
-            ],  # of how many clients it is the mean: one, but for a secure sum
-        )
-        return wire.withhold_small(total, self.world.roles.statistics(when))
-
-    def _noise(self, purpose: str, round: int, replies: Sequence[Reply]) -> torch.Generator:
-        """The server's noise. Where sites must not know it, it is that of the very updates it hides: the noise of a round
-        that is made again from others, after the server was killed, must not be the same.
-        """
-        if self.secret is None:
-            return stream(self.seed, round, SERVER, purpose)
-        hidden = hashlib.sha256(b"".join(hashlib.sha256(wire.pack(reply)).digest() for reply in replies))
-        return sealed(f"{self.secret}/{round}/{purpose}/{hidden.hexdigest()}".encode())
-
-    def _bit_noise(self, terms: Terms) -> float:
-        """Noise on the number of updates within the bound; infinite where nobody asks for it."""
-        return math.inf if terms.settings.quantile is None else privacy.bit_noise_for(terms.noise, terms.expected)
-
-    def _next_clip(self, replies: Sequence[Reply], round: int) -> float | None:
-        """The bound of the next round, where it follows the updates."""
-        terms, clip = self.terms, self.budget.clip if self.budget else None
-        if terms is None or clip is None or terms.settings.quantile is None:
-            return None
-        within = sum(float(reply.upload[privacy.WITHIN]) for reply in replies)
-        asked = float(sum(reply.samples for reply in replies))
-        generator = self._noise("privacy.clip", round, replies)
-        share = privacy.noised_share(within, asked, terms.expected, self._bit_noise(terms), generator)
-        return privacy.next_clip(clip, share, terms.settings.quantile, terms.settings.quantile_rate)
 
     def _affords(self, round: int) -> bool:
         """Whether the privacy budget has room for this round."""
