@@ -17,7 +17,7 @@ from fedprompt.papers.catalog import Experiment
 from fedprompt.papers.differences import differences, method_differences, not_run
 from fedprompt.papers.places import Place, places, source_name, varied
 from fedprompt.papers.published import SOURCE, Published
-from fedprompt.papers.results import Backbone, Cell, Column, Data, Figure, OneRun, Result, Row
+from fedprompt.papers.results import Backbone, Cell, Column, Data, Figure, OneRun, Result, Row, domain_key
 from fedprompt.report.families import Settings, flatten
 from fedprompt.report.tables import figures, spread
 from fedprompt.run import Run
@@ -81,6 +81,8 @@ def recorded(config: Config, checksums: dict[str, str | None]) -> Outcome:
     with closing(Run(config.run_directory)) as run:
         rounds = run.rounds()[-1].round
         numbers = {key: value for key, value in figures(run).items() if value is not None}
+        domains = run.summary().get("domains", {})
+        numbers |= {domain_key(name): value for name, value in domains.items() if len(domains) > 1}
         one = OneRun(
             name=run.name, seed=config.seed, hash=config.digest(), status="finished", rounds=rounds, figures=numbers
         )

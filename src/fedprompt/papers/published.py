@@ -13,10 +13,11 @@ from pathlib import PurePath
 from typing import Any
 
 from fedprompt.errors import ConfigError, broken
-from fedprompt.papers.results import Figure
+from fedprompt.papers.results import Figure, domain_key
 
 SOURCE = "data.source"  #: also known by the stem of its file
 FIGURES = ("average", "worst")
+DOMAINS = "domains"  #: of a row: for each column a mapping from domains to figures
 MISSING = object()
 NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:±\s*(\d+(?:\.\d+)?)\s*)?")
 
@@ -87,17 +88,31 @@ def read(values: Any) -> Published:
 
 def _entry(raw: Any, where: str, columns: int) -> Entry:
     _check(where, raw, dict)
-    _only(raw, where, ("title", "where", *(FIGURES if columns else ())))
+    _only(raw, where, ("title", "where", *((*FIGURES, DOMAINS) if columns else ())))
     figures = {key: _figures(raw[key], f"{where}.{key}", columns) for key in FIGURES if key in raw}
+    figures |= _by_domain(raw.get(DOMAINS), f"{where}.{DOMAINS}", columns)
     title = _check(f"{where}.title", raw.get("title"), str)
     return Entry(title, _check(f"{where}.where", raw.get("where"), dict), figures)
 
 
 def _figures(raw: Any, where: str, columns: int) -> tuple[Figure | None, ...]:
-    values = _check(where, raw, list)
+    return tuple(_figure(value, where) for value in _by_column(raw, where, columns))
+
+
+def _by_domain(raw: Any, where: str, columns: int) -> dict[str, tuple[Figure | None, ...]]:
+    """The figures of single domains, by key."""
+    if raw is None:
+        return {}
+    by_column = [_check(where, value or {}, dict) for value in _by_column(raw, where, columns)]
+    names = dict.fromkeys(name for values in by_column for name in values)
+    return {domain_key(str(name)): tuple(_figure(values.get(name), where) for values in by_column) for name in names}
+
+
+def _by_column(raw: Any, where: str, columns: int) -> list[Any]:
+    values: list[Any] = _check(where, raw, list)
     if len(values) != columns:
         raise ConfigError(broken(where, f"have a value for each of the {columns} columns", len(values)))
-    return tuple(_figure(value, where) for value in values)
+    return values
 
 
 def _figure(value: Any, where: str) -> Figure | None:

@@ -19,6 +19,7 @@ from fedprompt.reading import read_json
 
 FORMAT = "fedprompt-results-1"
 MOST_BYTES = 16 * 2**20
+DOMAIN = "domain:"  #: what the keys of figures of single domains begin with
 
 
 class Part(BaseModel):
@@ -118,6 +119,10 @@ class Result(Part):
 
     def cell(self, row: str, column: str) -> Cell | None:
         return next((cell for cell in self.cells if (cell.row, cell.column) == (row, column)), None)
+
+
+def domain_key(name: str) -> str:
+    return f"{DOMAIN}{name}"
 
 
 def parse(values: Mapping[str, Any], where: str = "result") -> Result:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fedprompt.papers.results import Cell, Column, Figure, Result, file_of, load, load_all
+from fedprompt.papers.results import DOMAIN, Cell, Column, Figure, Result, file_of, load, load_all
 from fedprompt.report.tables import format_bytes, markdown_escape
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def tables(result: Result) -> list[Table]:
     """The tables of a result: for a reproduction one for each figure, with ours and the paper's; else the one it describes."""
     if result.kind == "reproduction":
         keys = [key for key in ("average", "worst") if any(key in {**c.figures, **c.paper} for c in result.cells)]
-        return [_beside(result, key) for key in keys]
+        return [*(_beside(result, key) for key in keys), *_domains_beside(result)]
     winners = {column.title: _winners(result, column) for column in result.columns}
     lines = [
         (Text(row.title), *(_own(result, row.title, column, winners[column.title]) for column in result.columns))
@@ -99,26 +99,51 @@ def _own(result: Result, row: str, column: Column, winners: set[str]) -> Text:
 
 
 def _beside(result: Result, key: str) -> Table:
-    """One figure of a reproduction: `ours ± std | paper`, in the columns that were run, or in the paper's where none was."""
+    """One figure of a reproduction in every column: `ours ± std | paper`."""
+    return _side_by_side(result, TITLES[key], [(column.title, column, key) for column in _shown(result)])
+
+
+def _domains_beside(result: Result) -> list[Table]:
+    """The figures of single domains, a table for each column, where the paper tells them."""
+    if not any(key.startswith(DOMAIN) for cell in result.cells for key in cell.paper):
+        return []
+    found = []
+    for column in _shown(result):
+        cells = [cell for cell in result.cells if cell.column == column.title]
+        keys = dict.fromkeys(key for side in ("paper", "figures") for cell in cells for key in getattr(cell, side))
+        places = [(key.removeprefix(DOMAIN), column, key) for key in keys if key.startswith(DOMAIN)]
+        found += [_side_by_side(result, f"{column.title} by domain", places)] if places else []
+    return found
+
+
+def _shown(result: Result) -> list[Column]:
+    """The columns that were run, or the paper's where none was."""
     ran = [c for c in result.columns if any(cell.column == c.title and cell.runs for cell in result.cells)]
-    shown = ran or list(result.columns)
-    published = any(key in cell.paper for cell in result.cells if cell.column in {c.title for c in shown})
-    winners = {column.title: _winners(result, column, key) for column in shown}
+    return ran or list(result.columns)
+
+
+def _side_by_side(result: Result, what: str, places: Sequence[tuple[str, Column, str]]) -> Table:
+    """Ours and the paper's in places that are given by their title, a column of the result and a figure."""
+    published = any(
+        key in cell.paper for _, column, key in places for cell in result.cells if cell.column == column.title
+    )
+    winners = [_winners(result, column, key) for _, column, key in places]
     lines = []
     for row in result.rows:
-        cells = [result.cell(row.title, column.title) for column in shown]
-        if any(cell and (cell.runs or key in cell.paper) for cell in cells):
-            places = zip(cells, shown, strict=True)
-            texts = [_pair(cell, key, row.title in winners[column.title], published) for cell, column in places]
+        cells = [(result.cell(row.title, column.title), key) for _, column, key in places]
+        if any(cell and (cell.runs or key in cell.paper) for cell, key in cells):
+            best = [row.title in each for each in winners]
+            texts = [_pair(cell, key, won, published) for (cell, key), won in zip(cells, best, strict=True)]
             lines.append((Text(row.title), *texts))
-    who = f"{TITLES[key]}, ours | {result.paper}" if published else f"{TITLES[key]}, ours"
-    return Table(who, ("", *(column.title for column in shown)), tuple(lines))
+    who = f"{what}, ours | {result.paper}" if published else f"{what}, ours"
+    return Table(who, ("", *(title for title, _, _ in places)), tuple(lines))
 
 
 def _pair(cell: Cell | None, key: str, best: bool, published: bool) -> Text:
     ours = theirs = NOTHING
     if cell is not None:
-        ours = figure_text(key, cell.figures[key]) if key in cell.figures else "failed" if cell.runs else NOTHING
+        failed = cell.runs and not cell.figures
+        ours = figure_text(key, cell.figures[key]) if key in cell.figures else "failed" if failed else NOTHING
         theirs = figure_text(key, cell.paper[key], 2) if key in cell.paper else NOTHING
     return Text(ours, best, f" | {theirs}" if published else "")
 
@@ -127,7 +152,7 @@ def _winners(result: Result, column: Column, key: str | None = None) -> set[str]
     """Titles of the rows with the largest mean as printed, inside each group; where all are level, nobody has won."""
     key = key or column.figures[0]
     groups: dict[str | None, dict[str, float]] = {}
-    if key in TITLES and key != "ece":
+    if (key in TITLES and key != "ece") or key.startswith(DOMAIN):
         for row in result.rows:
             cell = result.cell(row.title, column.cell or column.title)
             if cell and key in cell.figures:

@@ -66,6 +66,26 @@ def test_the_papers_columns_are_shown_where_none_of_them_was_run() -> None:
     assert [text.text + text.rest for text in table.lines[0]] == ["A", "– | 90.00", "– | 80.00"]
 
 
+def test_domains_stand_beside_the_papers_in_a_table_of_their_own() -> None:
+    def of(row: str, ours: dict[str, float], paper: dict[str, float]) -> dict[str, Any]:
+        both = ({key: {"mean": value} for key, value in side.items()} for side in (ours, paper))
+        return {"row": row, "column": "m = 1", "runs": [RUN], **dict(zip(("figures", "paper"), both, strict=True))}
+
+    found = result(
+        cells=[
+            of("A", {"average": 0.5, "domain:photo": 0.4, "domain:ours": 0.1}, {"average": 0.9, "domain:photo": 0.8}),
+            of("B", {"average": 0.6, "domain:photo": 0.7}, {"domain:sketch": 0.3}),
+        ]
+    )
+    average, domains = tables(found)
+    assert (average.header, domains.header) == (("", "m = 1"), ("", "photo", "sketch", "ours"))
+    assert domains.title == "m = 1 by domain, ours | P"
+    assert [[(text.text + text.rest, text.bold) for text in line[1:]] for line in domains.lines] == [
+        [("40.0 | 80.00", False), ("– | –", False), ("10.0 | –", False)],
+        [("70.0 | –", True), ("– | 30.00", False), ("– | –", False)],
+    ]
+
+
 def test_a_cell_without_a_finished_run_says_failed_and_a_note_says_why() -> None:
     found = result(cells=[cell("A", "m = 1", None, 0.9, runs=[BROKEN])])
     (table,) = tables(found)
