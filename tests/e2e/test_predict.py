@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from by_post import exported, tiny_settings
@@ -43,8 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source.image(index).save(path)
     shutil.copytree(folder / "photos", folder / "labelled")
     (folder / "photos" / "broken.png").write_bytes(b"no image")
-    table = pq.read_table(exported(values, folder / "files")["client_2"])
-    pq.write_table(table.filter(pc.equal(table["split"], "test")), folder / "test.parquet")
+    exported(values, folder / "files")
     return folder
 
 
@@ -54,7 +51,8 @@ def call(place: Path) -> Call:
 
 
 def test_a_clients_test_images_are_predicted_as_in_its_evaluation(call: Call, place: Path) -> None:
-    done = call("predict", "runs/demo", "--client", "client_2", "test.parquet", "--top", "2", "--json")
+    options = ("--split", "test", "--top", "2", "--json")
+    done = call("predict", "runs/demo", "--client", "client_2", "files/client_2.parquet", *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["client"], found["round"], found["summary"]["unreadable"]) == ("client_2", 1, 0)
@@ -100,6 +98,8 @@ def test_a_new_client_is_fitted_kept_and_used_again(call: Call) -> None:
         (["--client", "0"], 2, "IMAGE must be at least one file or folder"),
         (["--client", "0", "photos", "--csv", "--json"], 2, "must not be given together"),
         (["--client", "0", "photos", "--save", "x"], 2, "--save must be given with --adapt"),
+        (["--client", "0", "photos", "--split", "test"], 2, "--split must be given with parquet files only"),
+        (["--client", "0", "a.parquet", "--split", "best"], 2, "--split must be one of train, test, val"),
         (["--client", "0", "photos", "-o", "x.txt"], 2, "--output must end in .csv or .json"),
     ],
 )

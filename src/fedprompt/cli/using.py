@@ -44,6 +44,9 @@ def predict(
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Keep the adapted client in this folder.")] = None,
     adapted: Annotated[Path | None, typer.Option(help="Predict as the client that --save kept in this folder.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Only the rows of this split of parquet files: train, val or test.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Classes to tell of every image, the most likely first.")] = 5,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV to standard output.")] = False,
     as_json: AsJson = False,
@@ -58,6 +61,7 @@ def predict(
     _check_whose(client, adapt, adapted, save, epochs, state)
     if not images and save is None:
         raise ConfigError(broken("IMAGE", "be at least one file or folder", []))
+    _check_split(split, images or [])
     if sum([as_csv, as_json, output is not None]) > 1:
         raise ConfigError("--csv, --json and --output must not be given together: the suffix of --output decides")
     from fedprompt.using.writing import format_of
@@ -71,7 +75,7 @@ def predict(
 
             typer.echo(f"adapted client: {keep(trained, save)}", err=as_csv or as_json)
         if images:
-            _answer(trained, images, top, written_as, output)
+            _answer(trained, images, split, top, written_as, output)
     finally:
         opened.close()
 
@@ -127,7 +131,23 @@ def _whose(
     return TrainedClient.open(opened, client, state=state)
 
 
-def _answer(trained: TrainedClient, images: list[Path], top: int, written_as: str, output: Path | None) -> None:
+def _check_split(split: str | None, images: list[Path]) -> None:
+    from fedprompt.data.base import SPLITS
+
+    if split is None:
+        return
+    if split not in SPLITS:
+        raise ConfigError(broken("--split", f"be one of {', '.join(SPLITS)}", split))
+    for path in images:
+        if path.suffix != ".parquet":
+            raise ConfigError(
+                broken("--split", "be given with parquet files only, which say it of every row", str(path))
+            )
+
+
+def _answer(
+    trained: TrainedClient, images: list[Path], split: str | None, top: int, written_as: str, output: Path | None
+) -> None:
     """Print or write what the client says; what could not be read ends the command with an error of its own."""
     from fedprompt.using.images import items
     from fedprompt.using.predict import Row, Tally, predictions
@@ -143,7 +163,8 @@ def _answer(trained: TrainedClient, images: list[Path], top: int, written_as: st
                 print(row.error, file=sys.stderr)
             yield row
 
-    rows = counted(predictions(trained, items(images, trained.class_names, trained.opened.experiment.cache), top))
+    asked = items(images, trained.class_names, trained.opened.experiment.cache, split)
+    rows = counted(predictions(trained, asked, top))
     lines: Any = {
         "csv": lambda: csv_lines(rows, top),
         "json": lambda: json_lines(rows, trained, tally),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from fedprompt.data.base import decode
+from fedprompt.data.base import SPLITS, decode
 from fedprompt.data.folders import EXTENSIONS
 from fedprompt.data.parquet import ParquetSource
 from fedprompt.errors import DataError, broken
@@ -28,17 +28,18 @@ class Item:
     label: str | None = None  #: the name of its class, where a folder or a column tells
 
 
-def items(paths: Iterable[Path], class_names: Iterable[str], cache: Path) -> Iterator[Item]:
+def items(paths: Iterable[Path], class_names: Iterable[str], cache: Path, split: str | None = None) -> Iterator[Item]:
     """What paths stand for, in their order: a folder for all images below it, a parquet file for its rows.
 
-    In a folder, an image is labelled where the folder it lies in has the name of a class.
+    In a folder, an image is labelled where the folder it lies in has the name of a class. With `split`, only the rows of
+    parquet files that belong to it.
     """
     classes = frozenset(class_names)
     for path in paths:
         if path.is_dir():
             yield from _of_folder(path, classes)
         elif path.suffix == ".parquet" and path.is_file():
-            yield from _of_parquet(path, cache)
+            yield from _of_parquet(path, cache, split)
         else:
             yield Item(shown(path), partial(_read, path))
 
@@ -58,13 +59,15 @@ def _of_folder(root: Path, classes: frozenset[str]) -> Iterator[Item]:
         yield _failed(root, DataError(broken("folder", "hold images", str(root))))
 
 
-def _of_parquet(path: Path, cache: Path) -> Iterator[Item]:
+def _of_parquet(path: Path, cache: Path, split: str | None) -> Iterator[Item]:
     try:
-        source = ParquetSource(path, cache, required=("image",))
+        source = ParquetSource(path, cache, required=("image",) if split is None else ("image", "split"))
     except DataError as error:
         yield _failed(path, error)
         return
     for row, label in enumerate(source.labels.tolist()):
+        if split is not None and source.splits is not None and source.splits[row] != SPLITS[split]:
+            continue
         known = source.class_names[label] if label >= 0 else None
         yield Item(f"{shown(path)}:{row}", partial(source.image, row), known)
 

@@ -28,8 +28,8 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def found(tmp_path: Path, *paths: Path) -> list[Item]:
-    return list(items(paths, ("cat", "dog"), tmp_path / "cache"))
+def found(tmp_path: Path, *paths: Path, split: str | None = None) -> list[Item]:
+    return list(items(paths, ("cat", "dog"), tmp_path / "cache", split))
 
 
 def test_a_folder_stands_for_the_images_below_it_in_the_order_of_their_names(folder: Path, tmp_path: Path) -> None:
@@ -62,6 +62,17 @@ def test_a_parquet_file_stands_for_its_rows_with_or_without_labels(
     assert [each.name for each in rows] == [f"{path}:0", f"{path}:1"]
     assert [each.label for each in rows] == (["dog", "fish"] if "label" in columns else [None, None])
     assert rows[1].load().size == (4, 4)
+
+
+def test_of_a_split_only_its_rows_are_asked_about(folder: Path, tmp_path: Path) -> None:
+    encoded, path = (folder / "b.png").read_bytes(), tmp_path / "split.parquet"
+    pq.write_table(pa.table({"image": [encoded] * 3, "split": ["train", "valid", "test"]}), path)
+    rows = {split: [each.name for each in found(tmp_path, path, split=split)] for split in ("test", "validation")}
+    assert rows == {"test": [f"{path}:2"], "validation": [f"{path}:1"]}
+    pq.write_table(pa.table({"image": [encoded]}), path)
+    (without,) = found(tmp_path, path, split="test")
+    with pytest.raises(DataError, match="parquet columns must include 'split'"):
+        without.load()
 
 
 def test_what_cannot_be_read_is_told_when_it_is_asked_for(folder: Path, tmp_path: Path) -> None:
