@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,3 +33,22 @@ def config(tmp_path: Path, settings: Any) -> Callable[..., str]:
         return "tiny.yaml"
 
     return write
+
+
+@pytest.fixture
+def complaint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """`fedprompt ARGUMENTS` that must fail, in this process: its exit code and what it said. An import of torch takes longer."""
+    from fedprompt.cli import main
+
+    def call(*arguments: str, folder: Path = tmp_path) -> tuple[int, str]:
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("FEDPROMPT_CACHE", str(folder / "cache"))
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(sys, "argv", ["fedprompt", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().err
+
+    return call

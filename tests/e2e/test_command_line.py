@@ -152,12 +152,17 @@ def test_validate_prints_a_hash_for_each_run(call: Call, config: Any) -> None:
     ],
 )
 def test_bad_input_is_told_by_field_rule_and_value(
-    call: Call, config: Any, arguments: list[str], code: int, message: str
+    complaint: Any, config: Any, arguments: list[str], code: int, message: str
 ) -> None:
-    done = call("run", config(), *arguments)
-    assert message in done.stderr, done.stderr
-    assert done.returncode == code
-    assert "Traceback" not in done.stderr
+    ended, said = complaint("run", config(), *arguments)
+    assert message in said, said
+    assert ended == code
+
+
+def test_an_error_is_one_line_without_a_traceback(call: Call, config: Any) -> None:
+    done = call("run", config(), "federation.fraction=1.5")
+    assert done.stderr == "error: federation.fraction must be less than or equal to 1, got 1.5\n"
+    assert done.returncode == 2
 
 
 def test_seed_zero_runs_as_seed_zero(call: Call, config: Any, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,22 +103,11 @@ def test_a_new_client_is_fitted_kept_and_used_again(call: Call) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(
-    options: list[str],
-    code: int,
-    told: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], code: int, told: str, place: Path, complaint: Callable[..., tuple[int, str]]
 ) -> None:
-    """In this process: an import of torch for each would take longer than all of them."""
-    from fedprompt.cli import main
-
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(sys, "argv", ["fedprompt", "predict", "runs/demo", *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == code
-    assert told in capsys.readouterr().err
+    ended, said = complaint("predict", "runs/demo", *options, folder=place)
+    assert ended == code
+    assert told in said
 
 
 def test_the_examples_of_the_docs_work(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
