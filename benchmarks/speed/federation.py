@@ -96,7 +96,7 @@ def measure(scratch: Path, rounds: int, clients: int) -> dict[str, Any]:
         "engine.kind=flower-simulation",
         f"engine.workers={clients}",
     )
-    sites = {f"client_{i}": scratch / "split" / f"client_{i}.parquet" for i in range(clients)}
+    sites = {path.stem: path for path in sorted((scratch / "split").glob("*.parquet"))}
     seconds = {
         "in process": of_rounds(scratch / "here", "here"),
         "simulation": of_rounds(scratch / "here", "ray"),

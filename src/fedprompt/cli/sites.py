@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedprompt.cli.launching import say
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, broken
 
 federate = typer.Typer(no_args_is_help=True, help="Set up, run and watch a federation across machines, on Flower.")
 
@@ -109,7 +109,11 @@ def run(
     for each in config_files.load(config, overrides or []):
         values = each.model_dump(mode="json")
         values["engine"]["kind"] = "flower"
-        values["engine"]["sites"] = values["engine"]["sites"] or (sorted(folder.public_keys()) if folder.secure else [])
+        known = sorted(folder.public_keys()) if folder.secure else []
+        strangers = [name for name in values["engine"]["sites"] if folder.secure and name not in known]
+        if strangers and not resume:
+            raise ConfigError(broken("engine.sites", f"be among those let in ({', '.join(known)})", strangers))
+        values["engine"]["sites"] = values["engine"]["sites"] or known
         submitted = runs.submit(folder, json.dumps(values), resume)
         try:
             ended = runs.follow(folder, submitted.run_id)
@@ -153,6 +157,8 @@ def admit(
     from fedprompt.deploy.membership import admit as let_in
 
     folder = ServerFolder.load(server)
+    if output is not None and output.exists():
+        raise ConfigError(broken("--output", "be a folder that does not exist yet", str(output)))
     line = let_in(folder, name, public_key)
     if output is not None:
         SiteFolder.create(output, name, folder, line)

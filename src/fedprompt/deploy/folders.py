@@ -112,13 +112,15 @@ class ServerFolder:
         write_new(path, line)
         return path
 
-    def remove_key(self, name: str) -> None:
-        """Let a site in no longer."""
+    def remove_key(self, name: str) -> tuple[Path, bytes]:
+        """Let a site in no longer; the file that is gone, and what it held."""
         self.check_keyed()
         known = self.public_keys()
         if name not in known:
             raise ConfigError(broken("name", f"be one of {', '.join(known) or '(no site is let in)'}", name))
+        line = known[name].read_bytes()
         known[name].unlink()
+        return known[name], line
 
     def check_keyed(self) -> None:
         """Raise unless sites are known by their keys."""

@@ -27,19 +27,26 @@ def admit(folder: ServerFolder, name: str, public_key_file: Path) -> bytes:
     """Let one more site in: at once where the server runs, else when it starts. Its key as the server keeps it."""
     running = is_running(folder)
     path = folder.add_key(name, read_public_key(public_key_file))
-    refused = reconcile(folder) if running else {}
-    if name in refused:
+    try:
+        refused = reconcile(folder) if running else {}
+        if name in refused:
+            raise RunError(refused[name])
+    except BaseException:
         path.unlink()
-        raise RunError(refused[name])
+        raise
     return path.read_bytes()
 
 
 def expel(folder: ServerFolder, name: str) -> None:
     """Let a site in no longer: what it sends is refused from now on. Its key cannot come back, under no name."""
     running = is_running(folder)
-    folder.remove_key(name)
-    if running:
-        reconcile(folder)
+    path, line = folder.remove_key(name)
+    try:
+        if running:
+            reconcile(folder)
+    except BaseException:
+        path.write_bytes(line)  # still let in, and still listed
+        raise
 
 
 def reconcile(folder: ServerFolder) -> dict[str, str]:
@@ -67,7 +74,8 @@ def _register(folder: ServerFolder) -> Iterator[Register]:
     check_installed()
     from fedprompt.engines.flower.nodes import Register
 
-    os.environ["NO_PROXY"] = environment(folder)["NO_PROXY"]
+    direct = environment(folder)
+    os.environ.update({name: direct[name] for name in ("NO_PROXY", "no_proxy")})
     try:
         with Register(str(folder.called_as), folder.ca_certificate if folder.secure else None) as register:
             yield register

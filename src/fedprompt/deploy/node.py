@@ -65,6 +65,7 @@ def start(
     from fedprompt.engines.flower.supernode import attend
     from fedprompt.engines.node import Site
 
+    os.umask(0o077)  # caches hold images: nobody else on this machine may read what this process writes
     with claimed(state, "--state", "node"):
         site = Site(connection.name, data, state, format, device, weights, anew, least_noise)
         site.look()

@@ -44,7 +44,7 @@ def _serve(folder: ServerFolder, bind: Address) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)  # Flower shuts down first, and then hands the signal on
     opening = _Opening(folder)
     opening.start()
-    serve(arguments)
+    serve(arguments, own_address=not (bind.is_loopback or bind.is_wildcard))
     if opening.error is not None:
         raise opening.error
 

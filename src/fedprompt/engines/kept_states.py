@@ -49,7 +49,8 @@ class KeptStates(ClientStates):
     """The states of one run's clients under `directory/<client>/<number>.safetensors`.
 
     An order says which state to begin with, which one the run file knows of, and how the next one is to be called. All
-    others are deleted when it comes: nobody will ask for them any more.
+    others are deleted when it comes, since nobody will ask for them any more; but not by an order that begins with none, or
+    with one that is not here: it may come from an old copy of the server.
     """
 
     def __init__(self, directory: Path, anew: bool = False) -> None:
@@ -61,8 +62,11 @@ class KeptStates(ClientStates):
     def begin(self, order: Order) -> None:
         self._order = order
         self._changed = {}
+        folder = self.folder(order.client)
+        if order.state is None or not (folder / _name(order.state)).exists():
+            return
         wanted = {_name(number) for number in (order.state, order.committed) if number is not None}
-        for file in self.folder(order.client).glob(f"*{SUFFIX}"):
+        for file in folder.glob(f"*{SUFFIX}"):
             if file.name not in wanted:
                 file.unlink(missing_ok=True)
 

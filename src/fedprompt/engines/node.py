@@ -94,6 +94,7 @@ class Node(ABC):
         if order.kind == "meet":
             return Answer(meeting=self.meet(order.setting))
         runtime, states = self._prepared(order)
+        _check_rounds(order, runtime.config.federation.rounds)
         states.begin(order)
         received = {name: tensor.to(runtime.world.device) for name, tensor in order.received.items()}
         result = None
@@ -277,6 +278,13 @@ def _deed(order: Order) -> str:
         return {"meet": "introduction", "survey": "statistics"}[order.kind]
     parts = (("evaluation of round", order.evaluate), ("training of round", order.train))
     return ", ".join(f"{what} {round}" for what, round in parts if round is not None)
+
+
+def _check_rounds(order: Order, last: int) -> None:
+    """A private run has noise for its own rounds, not for more."""
+    for asked in (order.evaluate, order.train):
+        if asked is not None and not 1 <= asked <= last:
+            raise Refusal("round", f"round must be one of the run's 1 to {last}, got {asked}")
 
 
 def _check_backbone(backbone: ViT, setting: Setting) -> None:

@@ -22,6 +22,7 @@ from fedprompt.roles import Tensors
 FORMAT = "fedprompt-order-1"
 MOST_NUMBER = 2**62  #: what numbers of states, rounds and clients are below
 MOST_RESULTS = 10_000  #: domains or diagnostics one client may report on
+LONGEST_NAME = 200  #: of a site, a domain or a diagnostic
 LONGEST_TEXT = 2000  #: of a sentence from a node
 ROUNDING = 1e-5  #: by which the share of one image may be below nought: probabilities add up to one, or a little more
 LARGEST_FIGURE = 1e15  #: of any number in an evaluation, so that sums over clients stay finite
@@ -119,7 +120,7 @@ class Meeting:
         _exactly("meeting", values, {"name", "class_names", "backbone"})
         for name in ("name", "backbone"):
             value = values[name]
-            _check(f"meeting.{name}", "be a short text", value, isinstance(value, str) and len(value) <= 200)
+            _check(f"meeting.{name}", "be a short text", value, _is_short_text(value))
         return cls(values["name"], _names("meeting.class_names", values["class_names"]) or (), values["backbone"])
 
 
@@ -174,6 +175,8 @@ def read_result(values: Any) -> ClientResult:
     figures += [number for row in values["bins"] for number in row] + list(values["diagnostics"].values())
     for group in ("domains", "diagnostics"):
         _check(f"result.{group}", f"have at most {MOST_RESULTS} rows", group, len(values[group]) <= MOST_RESULTS)
+        for name in values[group]:
+            _check(f"result.{group}", "have short texts as names", name, _is_short_text(name))
     for counts in values["domains"].values():
         fine = isinstance(counts, list) and len(counts) == 2 and all(type(each) is int for each in counts)
         _check("result.domains", "count images and hits", counts, fine and 0 <= counts[1] <= counts[0] != 0)
@@ -186,6 +189,11 @@ def read_result(values: Any) -> ClientResult:
     for name in ("nll", "entropy"):
         _check(f"result.{name}", "be at least 0", values[name], values[name] >= -ROUNDING * values["samples"])
     return ClientResult(**values)
+
+
+def _is_short_text(value: object) -> bool:
+    """Whether it can be shown on a terminal as it is."""
+    return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
 
 
 def _printable(text: str) -> str:

@@ -149,6 +149,22 @@ def test_sites_are_admitted_and_expelled_while_no_server_runs(server: ServerFold
         membership.admit(server, "c", tmp_path / "large.pub")
 
 
+def test_a_server_that_cannot_be_told_leaves_the_list_of_sites_as_it_was(
+    server: ServerFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: ServerFolder) -> dict[str, str]:
+        raise RunError("no server")
+
+    other = SiteFolder.create(tmp_path / "b", "b", server)
+    monkeypatch.setattr(membership, "is_running", lambda folder: True)
+    monkeypatch.setattr(membership, "reconcile", fails)
+    before = {name: path.read_bytes() for name, path in server.public_keys().items()}
+    for change in (lambda: membership.expel(server, "a"), lambda: membership.admit(server, "b", other.public_key)):
+        with pytest.raises(RunError, match="no server"):
+            change()
+        assert {name: path.read_bytes() for name, path in server.public_keys().items()} == before
+
+
 def _pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """A program of ours where `flwr` is looked for."""
     program = tmp_path / "bin" / "flwr"

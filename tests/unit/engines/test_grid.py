@@ -289,6 +289,7 @@ def test_a_meeting_tells_who_is_missing(clock: Clock) -> None:
     met = sites_on(grid).meet(b"meet", ["a", "b"])
     assert isinstance(met["a"], bytes)
     assert met["b"] == Failure(1, "absent", "must be connected")
+    assert 1003 <= clock.now < 1004, "nobody is waited for twice"
 
 
 def test_a_meeting_of_whoever_is_there_waits_until_no_other_comes(clock: Clock) -> None:

@@ -70,6 +70,19 @@ def test_only_the_owner_can_read_it(states: KeptStates) -> None:
     assert stat.S_IMODE(states.folder(0).stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("state", [1, None])
+def test_an_order_of_an_old_copy_of_the_server_deletes_nothing(states: KeptStates, state: int | None) -> None:
+    keep(states, 2, 0.2)
+    keep(states, 3, 0.3, state=2, committed=2)
+    states.begin(order(state=state, committed=state))
+    if state is not None:
+        with pytest.raises(RunError, match="but it is gone"):
+            states.get(0)
+    assert numbers(states) == {2, 3}
+    states.begin(order(state=3, committed=3))  # the right copy goes on
+    assert states.get(0) is not None
+
+
 def test_the_state_and_the_committed_one_stay_and_all_others_go(states: KeptStates) -> None:
     keep(states, 1, 0.1)
     keep(states, 2, 0.2, state=1, committed=1)
@@ -83,9 +96,10 @@ def test_the_state_and_the_committed_one_stay_and_all_others_go(states: KeptStat
 def test_an_order_of_one_client_leaves_those_of_another_alone(states: KeptStates) -> None:
     keep(states, 1, 0.1, client=0)
     keep(states, 2, 0.2, client=1)
-    states.begin(order(client=1))
+    keep(states, 3, 0.3, client=1)
+    states.begin(order(client=1, state=3, committed=3))
     assert numbers(states, 0) == {1}
-    assert numbers(states, 1) == set()
+    assert numbers(states, 1) == {3}
 
 
 def test_what_the_training_changed_is_forgotten_with_the_next_order(states: KeptStates) -> None:

@@ -360,6 +360,14 @@ def test_a_private_round_is_answered_once(ground: Ground, tmp_path: Path) -> Non
     assert told(ground.site(tmp_path), replace(order, received=moved, keep_as=7))[0] == "state"
 
 
+def test_no_round_is_answered_that_the_run_does_not_have(ground: Ground, tmp_path: Path) -> None:
+    site, rounds = ground.site(tmp_path), ground.config["federation"]["rounds"]
+    for asked in ({"train": rounds + 1}, {"train": 0}, {"train": None, "evaluate": rounds + 1}):
+        rule, text = told(site, ground.order(**asked))
+        assert (rule, f"round must be one of the run's 1 to {rounds}" in text) == ("round", True)
+    assert reply(site, ground.order(train=rounds)).round == rounds
+
+
 def test_a_site_can_insist_on_noise(ground: Ground, tmp_path: Path) -> None:
     site = ground.site(tmp_path, least_noise=1.0)
     for privacy in (None, {"noise": 0.9, "clip": 1.0}, {"noise": 5.0, "clip": 1.0, "noise_at": "server"}):

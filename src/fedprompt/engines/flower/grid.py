@@ -61,7 +61,11 @@ class GridPost:
         """The connected nodes by client. In a simulation any node can play any client."""
         return dict(enumerate(sorted(self._grid.get_node_ids())))
 
-    def deliver(self, orders: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | Failure]]:
+    def deliver(
+        self, orders: Iterable[tuple[int, bytes]], patience: float | None = None
+    ) -> Iterator[tuple[int, bytes | Failure]]:
+        """The answers as they come. `patience`, where it is given, counts instead of the usual one."""
+        patience = self._patience if patience is None else patience
         waiting: dict[str, tuple[int, float]] = {}  # message -> client and when its time is up
         absent: dict[int, bytes] = {}
         more, nodes, begin = iter(orders), self.nodes(), time.monotonic()
@@ -69,7 +73,7 @@ class GridPost:
         while not exhausted or waiting or absent:
             if self._over():
                 raise RunError("run was stopped while it waited for nodes")
-            if absent and time.monotonic() - begin > self._patience:
+            if absent and time.monotonic() - begin > patience:
                 yield from ((client, Failure(client, "absent", "must be connected")) for client in absent)
                 absent = {}
             nodes = self.nodes() if absent else nodes
@@ -153,7 +157,8 @@ class SitesByGrid(GridPost):
         sites = self._sites()
         chosen = list(names or sorted(sites))
         self.number(chosen)
-        return {chosen[client]: came for client, came in self.deliver((i, order) for i in range(len(chosen)))}
+        delivered = self.deliver(((client, order) for client in range(len(chosen))), patience=0.0)  # it has waited
+        return {chosen[client]: came for client, came in delivered}
 
     def number(self, names: Sequence[str], introduction: bytes = b"") -> None:
         self._names, self._introduction = tuple(names), introduction or self._introduction
@@ -177,7 +182,9 @@ class SitesByGrid(GridPost):
         connected = {node.node_id: node.name for node in self._grid.get_nodes()}
         if self._trusting:
             self._ask({node for node, name in connected.items() if not name} - set(self._introductions))
+            met = list(self._introductions)  # of two that say the same name, one was killed: the later one counts
             connected = {node: name or self._introductions.get(node, "") for node, name in connected.items()}
+            connected = dict(sorted(connected.items(), key=lambda each: met.index(each[0]) if each[0] in met else -1))
         return {name: node for node, name in connected.items() if name}
 
     def _ask(self, strangers: set[int]) -> None:

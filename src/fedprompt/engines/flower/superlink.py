@@ -4,12 +4,13 @@ Flower answers everything on one port: the Fleet API, where nodes prove themselv
 APIs, which its open-source SuperLink leaves to anyone who can reach the port: to register a key, or to start code. The gate
 lets other machines have the Fleet API and the health route only.
 
-Who counts as this machine: a peer with a loopback address, or with the very address its connection arrived at. That is read
-from the connection, never from a header: uvicorn would believe an `X-Forwarded-For` of a trusted proxy, so it is told to
-trust nobody, and whatever arrives with such a header came through a proxy and counts as another machine; so does what a
-page in a browser sends. A proxy or tunnel on the server's machine that adds no header (`ssh -L`, a plain TCP relay) speaks
-with the machine's own voice: who runs one hands out control of the federation. So do accounts on that machine: whoever can
-log in there can reach the Control API.
+Who counts as this machine: a peer with a loopback address. Where the server listens at one address that is not of loopback,
+a peer with that very address too, since this machine has no other way to call it. That is read from the connection, never
+from a header: uvicorn would believe an `X-Forwarded-For` of a trusted proxy, so it is told to trust nobody, and whatever
+arrives with such a header came through a proxy and counts as another machine; so does what a page in a browser sends. What
+hands connections on under an address of this machine (`ssh -L`, a plain TCP relay, the published ports of rootless
+containers) speaks with its voice: who runs one hands out control of the federation. So do accounts on that machine: whoever
+can log in there can reach the Control API.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ _FOR_NODES = re.compile(r"/health|/v1/fleet/[a-z-]+")
 class Gate:
     """ASGI middleware: the whole application for this machine, the routes of nodes for others."""
 
-    def __init__(self, app: Application) -> None:
-        self._app = app
+    def __init__(self, app: Application, own_address: bool = False) -> None:
+        """With `own_address`, a peer with the address its connection arrived at is this machine."""
+        self._app, self._own_address = app, own_address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or from_this_machine(scope):
+        if scope["type"] == "lifespan" or from_this_machine(scope, self._own_address):
             await self._app(scope, receive, send)
         elif for_nodes(scope):
             await self._measured(scope, receive, send)
@@ -91,21 +93,24 @@ def for_nodes(scope: Scope) -> bool:
     return scope["type"] == "http" and not scope.get("root_path") and bool(_FOR_NODES.fullmatch(scope["path"]))
 
 
-def from_this_machine(scope: Scope) -> bool:
+def from_this_machine(scope: Scope, own_address: bool) -> bool:
     """Whether the other end of the connection is on this machine and nobody stands in between who says so."""
     if any(name.lower() in BETWEEN for name, _ in scope["headers"]):
         return False
     peer, own = _address(scope.get("client")), _address(scope.get("server"))
-    return peer is not None and (peer.is_loopback or peer == own)
+    return peer is not None and (peer.is_loopback or (own_address and peer == own))
 
 
-def serve(arguments: Sequence[str]) -> None:
-    """Run `flower-superlink ARGUMENTS` in this process, behind the gate, until it is told to end."""
+def serve(arguments: Sequence[str], own_address: bool) -> None:
+    """Run `flower-superlink ARGUMENTS` in this process, behind the gate, until it is told to end.
+
+    `own_address` says that it listens at one address that is not of loopback.
+    """
     for name in OPEN_SERVERS:
         os.environ.pop(name, None)
     os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn believes no header about who calls
     logging.getLogger("uvicorn.access").addFilter(failures_only)
-    put_up_gate()
+    put_up_gate(own_address)
     sys.argv = ["flower-superlink", *arguments]
     flower_superlink()
 
@@ -116,10 +121,10 @@ def failures_only(record: logging.LogRecord) -> bool:
     return not isinstance(status, int) or status >= 400
 
 
-def put_up_gate() -> None:
+def put_up_gate(own_address: bool = False) -> None:
     """Hang the gate into Flower's hook for middleware; raise unless it ends up as the outermost."""
     before = extensions.get_middleware
-    extensions.get_middleware = lambda: (Middleware(Gate), *before())
+    extensions.get_middleware = lambda: (Middleware(Gate, own_address=own_address), *before())
     built = main._get_middleware()
     if not built or built[0].cls is not Gate:
         raise RunError(
