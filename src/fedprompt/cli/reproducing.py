@@ -97,13 +97,13 @@ def _reproduce(
     folder = output or (CHECKOUT if CHECKOUT.is_dir() else Path(configs[0].output.directory) / "results")
     path = folder / f"{request.name()}.json"
     before = results.load(path) if path.exists() else None
+    if before is not None:
+        gone = {cell.family for cell in before.cells if cell.runs} - {config.family() for config in configs}
+        if gone:
+            say(f"will replace {len(gone)} stored cells of other settings; name= gives an experiment a file of its own")
     outcomes, codes = _run(configs, request, quiet or as_json)
     result = grid.assemble(request, numbers, outcomes, before)
     results.save(result, path)
-    if before is not None:
-        gone = {cell.family for cell in before.cells if cell.runs} - {cell.family for cell in result.cells}
-        if gone:
-            say(f"replaced: {len(gone)} stored cells of other settings; name= gives an experiment a file of its own")
     if as_json:
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
     else:

@@ -282,7 +282,7 @@ def _compared(followers: Sequence[Follower]) -> dict[str, Any]:
         ):  # one order for all: two never wait in a ring
             try:
                 run = stack.enter_context(each.look())
-                run.summary()  # whatever is wrong with this run shows here, before it meets the others
+                tables.comparison([run])  # whatever is wrong with this run shows here, before it meets the others
                 opened[each.found.id] = run
             except (FedpromptError, OSError) as error:
                 left_out.append({"name": each.found.name, "reason": clip(printable(str(error)), 600)})

@@ -226,7 +226,7 @@ def _title(experiment: Experiment, grid: Sequence[Settings], papers: Sequence[Se
 
 
 def _about(experiment: Experiment, grid: Sequence[Settings], seeds: Sequence[int]) -> list[str]:
-    last = {each["federation.evaluate_last"] for each in grid}
+    last = {min(each["federation.evaluate_last"], each["federation.rounds"]) for each in grid}
     rounds = (
         f", means over the last {max(last)} rounds" if len(last) == 1 and max(last) > 1 else ", after the last round"
     )

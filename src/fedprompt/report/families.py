@@ -43,7 +43,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Family(Labelled):
-    """Runs with the same settings apart from the seed that got equally far."""
+    """Runs with the same settings apart from the seed, on the same images and weights, that got equally far."""
 
     digest: str  #: `Config.family()`
     runs: tuple[Run, ...]  #: one per seed
@@ -52,24 +52,51 @@ class Family(Labelled):
 
 
 def families(runs: Sequence[Run], *swept: str) -> list[Family]:
-    """Runs grouped by family and by the round they reached, in the order in which each group first appears.
+    """Runs grouped by family, by what they found and by the round they reached, in the order in which each first appears.
 
     Labels leave swept settings and sections out, so that families that differ in nothing else have the same one.
     """
-    groups: dict[tuple[str, int], list[Run]] = {}
+    groups: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.config.family(), rounds_done(run)), []).append(run)
+        groups.setdefault((run.config.family(), rounds_done(run), written(found_by(run))), []).append(run)
     names = labels([group[0] for group in groups.values()], *swept)
+    others = _found_elsewhere([group[0] for group in groups.values()], *swept)
     result = []
-    for (digest, rounds), group in groups.items():
+    for (digest, rounds, found), group in groups.items():
         by_seed: dict[int, Run] = {}
         for run in group:
             by_seed.setdefault(run.config.seed, run)
         kept = tuple(by_seed.values())
         repeated = tuple(run.name for run in group if run not in kept)
         of = group[0].config.federation.rounds
-        result.append(Family(names[digest], rounds, of, digest, kept, repeated, settings_of(group[0])))
+        label = names[digest] + others.get((digest, found), "")
+        result.append(Family(label, rounds, of, digest, kept, repeated, settings_of(group[0])))
     return result
+
+
+def found_by(run: Run) -> Settings:
+    """The identity of the images and weights a run found: the same path can hold other files next week."""
+    manifest = run.reader.fact("manifest")
+    source = manifest.get("source") if isinstance(manifest, dict) else None
+    return {
+        "data.fingerprint": source.get("fingerprint") if isinstance(source, dict) else None,
+        "backbone.digest": run.reader.fact("backbone"),
+    }
+
+
+def _found_elsewhere(runs: Sequence[Run], *swept: str) -> dict[tuple[str, str], str]:
+    """What a label has to add where runs of the same settings found different images or weights."""
+    alike: dict[str, dict[str, Settings]] = {}
+    for run in runs:
+        found = found_by(run)
+        alike.setdefault(run.config.family(), {})[written(found)] = found
+    added = {}
+    for digest, several in alike.items():
+        for key, found in several.items():
+            fields = [field for field in found if len({written(each[field]) for each in several.values()}) > 1]
+            told = [field for field in fields if not any(inside(field, name) for name in swept)]
+            added[digest, key] = "".join(f" {field.partition('.')[0]} {written(found[field])[:8]}" for field in told)
+    return added
 
 
 def rounds_done(run: Run) -> int:
@@ -132,18 +159,8 @@ def written(value: Any) -> str:
 
 
 def settings_of(run: Run) -> Settings:
-    """What decides whether runs can be compared: the settings, and the identity of the images and weights they found.
-
-    The same path can hold other files next week; the fingerprints tell.
-    """
-    config = run.config.model_dump(mode="json", include={*TASK, *BUDGET})
-    manifest = run.reader.fact("manifest")
-    source = manifest.get("source") if isinstance(manifest, dict) else None
-    found = {
-        "data.fingerprint": source.get("fingerprint") if isinstance(source, dict) else None,
-        "backbone.digest": run.reader.fact("backbone"),
-    }
-    return flatten(config) | found
+    """What decides whether runs can be compared: the settings, and what they found."""
+    return flatten(run.config.model_dump(mode="json", include={*TASK, *BUDGET})) | found_by(run)
 
 
 def section(settings: Settings, names: Sequence[str]) -> Settings:

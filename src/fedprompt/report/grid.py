@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
-from fedprompt.report.families import TASK, Family, Settings, families, flatten, section, settings_of, written
-from fedprompt.report.tables import NOTHING, Cell, Row, percent, row_of, winners
+from fedprompt.report.families import TASK, Family, Settings, families, flatten, found_by, section, written
+from fedprompt.report.tables import NOTHING, Cell, Row, notes, percent, row_of, winners
 from fedprompt.run import Run
 
 WIDE = ("data", "partition", "backbone", "federation", "attack", "privacy")  #: what papers vary across the top
@@ -39,6 +39,7 @@ class Arrangement:
     fields: tuple[str, ...]  #: the settings that columns are named by
     columns: tuple[Column, ...]
     labels: tuple[str, ...]  #: of the rows
+    left_out: tuple[Family, ...] = ()  #: that stopped earlier than others in the same place
 
     @property
     def is_grid(self) -> bool:
@@ -73,22 +74,22 @@ def _arranged(groups: Sequence[Family], names: Sequence[str], folded: bool = Tru
         settings[key] = found
     fields = telling(list(settings.values()))
     labels = list(dict.fromkeys(family.label if folded else family.title for family in groups))
-    columns = []
+    columns, left_out = [], []
     for key in sorted(tasks, key=lambda key: _order(settings[key], fields)):
         members: dict[int, Family] = {}
         for family in tasks[key]:
             number = labels.index(family.label if folded else family.title)
-            if number not in members or members[number].rounds < family.rounds:
-                members[number] = family
+            other = members.get(number)
+            farther = other is None or other.rounds < family.rounds
+            members[number] = family if other is None or farther else other
+            left_out += [] if other is None else [other if farther else family]
         columns.append(Column(column_label(settings[key], fields), dict(sorted(members.items()))))
-    return Arrangement(tuple(fields), tuple(columns), tuple(labels))
+    return Arrangement(tuple(fields), tuple(columns), tuple(labels), tuple(left_out))
 
 
 def _settings(family: Family) -> Settings:
     run = family.runs[0]
-    return flatten(run.config.model_dump(mode="json", include=set(WIDE))) | {
-        name: settings_of(run)[name] for name in FOUND
-    }
+    return flatten(run.config.model_dump(mode="json", include=set(WIDE))) | found_by(run)
 
 
 def telling(settings: Sequence[Settings]) -> list[str]:
@@ -171,4 +172,21 @@ def remarks(grid: Arrangement) -> list[str]:
     ]
     if any(not row.finished for rows in grid.rows for row in rows.values()):
         lines.append(f"{UNFINISHED} stopped before its last round.")
+    if grid.left_out:
+        names = [run.name for family in grid.left_out for run in family.runs]
+        lines.append(f"Left out, others of the same setting got farther: {', '.join(names)}.")
     return lines
+
+
+def warnings(grid: Arrangement) -> list[str]:
+    """What keeps the rows of one column from being compared."""
+    by_column = (
+        (column.label, note)
+        for column, rows in zip(grid.columns, grid.rows, strict=True)
+        for note in notes([*rows.values()])
+    )
+    where: dict[str, list[str]] = {}
+    for label, note in by_column:
+        where.setdefault(note, []).append(label)
+    everywhere = len(grid.columns)
+    return [note if len(labels) == everywhere else f"{', '.join(labels)}: {note}" for note, labels in where.items()]

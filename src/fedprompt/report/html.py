@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import chain, count
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from fedprompt.assets import write_atomically
@@ -47,21 +48,32 @@ def write_report(runs: Sequence[Run], directory: Path, figures: bool = False) ->
     html, overview = directory / "report.html", directory / "report.png"
     content = rendered(runs, arranged, parts).encode()  # all of it first: a damaged run leaves no half of a report
     write_atomically(html, content)
-    plots.save_overview(runs, overview)
+    plots.save_overview(arranged, overview)
     if not figures:
         return Written(html, overview)
     write_atomically(directory / TABLE, latex.latex(runs).encode())
     pictures = [picture for part in parts for picture in (*part.pictures, *part.more)]
-    paths = [path for picture in pictures for path in save_picture(picture, directory / FIGURES)]
+    names = distinct([picture.name for picture in pictures])
+    both = zip(pictures, names, strict=True)
+    paths = [path for picture, name in both for path in save_picture(picture, directory / FIGURES / name)]
     return Written(html, overview, paths, directory / TABLE)
 
 
-def save_picture(picture: Picture, directory: Path) -> list[Path]:
-    """For papers: PNG at 300 dots per inch, and SVG."""
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names, and where one comes again, with a number behind it: runs of several folders may have the same."""
+    taken: dict[str, None] = {}  # in order
+    for name in names:
+        choices = chain([name], (f"{name}-{number}" for number in count(2)))
+        taken[next(each for each in choices if each not in taken)] = None
+    return list(taken)
+
+
+def save_picture(picture: Picture, path: Path) -> list[Path]:
+    """For papers: PNG at 300 dots per inch, and SVG, under a path without an ending."""
     from fedprompt.report.style import png, svg_file
 
     files = {"png": png(picture.figure, 300), "svg": svg_file(picture.figure)}
-    paths = [directory / f"{picture.name}.{ending}" for ending in files]
+    paths = [path.with_name(f"{path.name}.{ending}") for ending in files]
     for path, content in zip(paths, files.values(), strict=True):
         write_atomically(path, content)
     return paths
@@ -93,8 +105,8 @@ def lead(runs: Sequence[Run], rows: Sequence[Row]) -> str:
     several = "s" if len(runs) > 1 else ""
     listed = {
         f"{len(runs)} run{several} of": [run.config.label for run in runs],
-        "on": [run.config.data.source.rpartition("/")[2] for run in runs],
-        "with": [run.config.backbone.name.rpartition("/")[2] for run in runs],
+        "on": [PurePath(run.config.data.source).name for run in runs],
+        "with": [PurePath(run.config.backbone.name).name for run in runs],
         f"seed{'s' if len({run.config.seed for run in runs}) > 1 else ''}": [str(run.config.seed) for run in runs],
     }
     text = " ".join(f"{word} {', '.join(dict.fromkeys(names))}" for word, names in listed.items())
@@ -130,6 +142,7 @@ def results_section(rows: Sequence[Row], arranged: Arrangement) -> str:
         return page.section("Results", notes, *full)
     return page.section(
         "Results",
+        page.notes(grids.warnings(arranged)),
         grid_table(arranged),
         *(page.paragraph(text) for text in grids.remarks(arranged)),
         page.folded("All figures, one row for every method and setting", "\n".join([notes, *full])),

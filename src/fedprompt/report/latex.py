@@ -17,7 +17,10 @@ SPECIAL = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
-    '"': r"\textquotedbl{}",
+    '"': "''",
+    "λ": r"$\lambda$",
+    "ε": r"$\varepsilon$",
+    "μ": r"$\mu$",
     "±": r"$\pm$",
     "–": "--",
     "…": r"\dots{}",
@@ -56,7 +59,7 @@ def grid_table(grid: Arrangement) -> str:
         " & ".join(["Method", *(escaped(TITLES[key]) for _ in spans for key in PAIR)]),
     ]
     layout = "l" + "r" * (width * len(spans))
-    return _table(layout, head, grids.grid_cells(grid), grids.remarks(grid), rules)
+    return _table(layout, head, grids.grid_cells(grid), grids.remarks(grid), rules, grids.warnings(grid))
 
 
 def _table(

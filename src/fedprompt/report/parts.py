@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from fedprompt.report import costs, events, matrices, plots
@@ -141,7 +142,7 @@ def clients_by_round(arranged: Arrangement) -> Part:
     first: list[Picture] = []
     others: list[Picture] = []
     for column in arranged.columns:
-        members = [(family, run) for family in column.families.values() for run in family.runs]
+        members = [(family, run) for family in column.families.values() for run in family.runs if run.history()]
         found = [matrices.client_accuracies(run) for _, run in members]
         scale = matrices.accuracy_range(found)
         where = f", {column.label}" if column.label else ""
@@ -183,7 +184,7 @@ def partitions(arranged: Arrangement) -> Part:
 
 
 def _partition_picture(run: Run, partition: matrices.Partition, column: Column) -> Picture:
-    scheme = f"{run.config.data.source.rpartition('/')[2]}, {run.config.partition.scheme}"
+    scheme = f"{PurePath(run.config.data.source).name}, {run.config.partition.scheme}"
     title = f"{column.label or scheme}, seed {run.config.seed}"
     figure = matrices.partition_picture(partition, title)
     return Picture(f"partition-{slug(run.name)}", f"{title}: {partition.told}", figure)

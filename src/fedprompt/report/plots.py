@@ -20,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from fedprompt.assets import write_atomically
 from fedprompt.errors import RunError
 from fedprompt.report.families import Family, Labelled, families
+from fedprompt.report.grid import Arrangement
 from fedprompt.report.readings import last_results
 from fedprompt.report.style import INK, colour, look, marker, new_figure, png
 from fedprompt.report.tables import format_bytes, row_of
@@ -27,6 +28,7 @@ from fedprompt.run import Run
 
 Groups = Mapping[int, Family]  #: families by number
 Draw = Callable[[Axes, Groups], None]
+TASKS = 6  #: that have a place in the overview
 
 
 def learning_curves(runs: Sequence[Run]) -> Figure:
@@ -54,15 +56,23 @@ def calibration(runs: Sequence[Run]) -> Figure:
     return picture(draw_calibration, runs)
 
 
-def save_overview(runs: Sequence[Run], path: Path) -> Path:
-    """One PNG for a README: learning curves, accuracies of the clients and, where there are several, of the domains."""
-    groups = dict(enumerate(families(runs)))
+def save_overview(arranged: Arrangement, path: Path) -> Path:
+    """One PNG for a README: learning curves, accuracies of the clients and, where there are several, of the domains.
+
+    Every task has a line of its own, the first few of them at least.
+    """
+    columns = arranged.columns[:TASKS]
+    groups = {number: family for column in columns for number, family in column.families.items()}
     panels: list[Draw] = [draw_curves, draw_clients, *([draw_domains] if len(domain_names(groups)) > 1 else [])]
     with look():
-        figure = new_figure(5.2 * len(panels), 4.8)
-        for number, draw in enumerate(panels, start=1):
-            draw(figure.add_subplot(1, len(panels), number), groups)
-        add_legend(figure, groups)
+        figure = new_figure(5.2 * len(panels), 4.8 * len(columns))
+        places = [(column, draw) for column in columns for draw in panels]
+        for number, (column, draw) in enumerate(places, start=1):
+            axes = figure.add_subplot(len(columns), len(panels), number)
+            draw(axes, column.families)
+            if column.label:
+                add_place(axes, column.label)
+        add_legend(figure, dict(sorted(groups.items())))
     write_atomically(path, png(figure))
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,12 +29,18 @@ def facts(client: TrainedClient) -> dict[str, Any]:
             "rounds": config.federation.rounds,
             "config_hash": config.digest(),
             "versions": run.reader.fact("versions"),
-            "epsilon": run.epsilon(),
+            "private": run.epsilon() is not None,
+            "epsilon": _finite(run.epsilon()),
         },
         "data": _data(client),
         "metrics": _metrics(client),
         "private": sorted(client.world.roles.local),
     }
+
+
+def _finite(number: float | None) -> float | None:
+    """JSON has no infinity: updates that were bounded but not noised have a budget without end."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _data(client: TrainedClient) -> dict[str, Any]:
@@ -154,9 +161,10 @@ def _privacy(said: Mapping[str, Any]) -> str:
         else "The method keeps no tensors of the client's own, but what it shares was trained on the clients' images."
     )
     epsilon = said["run"]["epsilon"]
-    spent = (
-        "The run was not differentially private."
-        if epsilon is None
-        else f"The run spent a privacy budget of epsilon = {epsilon:.3g} on what was uploaded; what stayed local is outside of it."
-    )
+    if epsilon is not None:
+        spent = f"The run spent a privacy budget of epsilon = {epsilon:.3g} on what was uploaded; what stayed local is outside of it."
+    elif said["run"]["private"]:
+        spent = "Updates were bounded but not noised: that is no differential privacy."
+    else:
+        spent = "The run was not differentially private."
     return f"{own} They may give away something of its training images. {spent}"

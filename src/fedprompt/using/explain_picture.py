@@ -29,11 +29,11 @@ def write(explanation: Explanation, path: Path) -> Path:
     """The picture as PNG or SVG, or a page, by the ending of the path."""
     require_ending(path)
     figure = draw(explanation)
-    if path.suffix == ".png":
+    if path.suffix.lower() == ".png":
         data = png(figure)
     else:
         drawing = svg(figure, "explain")
-        data = (page(explanation, drawing) if path.suffix == ".html" else _alone(drawing)).encode()
+        data = (page(explanation, drawing) if path.suffix.lower() == ".html" else _alone(drawing)).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -43,7 +43,7 @@ def write(explanation: Explanation, path: Path) -> Path:
 
 
 def require_ending(path: Path) -> None:
-    if path.suffix not in ENDINGS:
+    if path.suffix.lower() not in ENDINGS:
         raise ConfigError(broken("--output", f"end in {', '.join(ENDINGS)} or be a folder", str(path)))
 
 

@@ -35,7 +35,7 @@ from fedprompt.using.card import facts, readme
 from fedprompt.using.client import TrainedClient
 from fedprompt.using.constant import SAME, Agreement, Constant, constant, projection_of
 
-FORMAT = "fedprompt-client-1"
+FORMAT = "fedprompt-export-1"
 REFERENCE = 256  #: training images at most, over which prompts that depend on the image are averaged
 BACKBONE = "backbone"
 
@@ -232,7 +232,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _dump(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _require_new(folder: Path) -> None:

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -42,8 +42,14 @@ def table_lines(rows: Iterable[Row], classes: Iterable[str], top: int) -> Iterat
         cells = [f"{_plain(each)[:width].ljust(width)} {100 * share:5.1f} %" for each, share in row.top]
         cells += [f"{row.entropy or 0.0:7.3f}", *([f"{row.mutual_information or 0.0:18.4f}"] if draws else [])]
         if row.label is not None:
-            cells.append(_plain(row.label) + ("" if row.label == row.top[0][0] else " (wrong)"))
+            cells.append(_plain(row.label) + _verdict(row.label, row.top[0][0], classes))
         yield "  ".join([name.ljust(name_width), *cells])
+
+
+def _verdict(label: str, answer: str, classes: Sequence[str]) -> str:
+    if label not in classes:
+        return " (no class of the run)"
+    return "" if label == answer else " (wrong)"
 
 
 def csv_lines(rows: Iterable[Row], top: int) -> Iterator[str]:

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -246,14 +247,16 @@ def test_a_comparison_is_the_table_that_the_command_prints(tmp_path: Path, views
 
 
 def test_a_comparison_leaves_out_what_is_broken_and_counts_what_is_gone(tmp_path: Path, views: Views) -> None:
-    for name in ("good", "broken", "gone"):
+    for name in ("good", "broken", "half broken", "gone"):
         write(tmp_path / name, [[5]])
     ids = [entry["id"] for entry in listed(views).values()]
     (tmp_path / "broken" / FILE).write_bytes(b"no database at all" * 100)
+    with closing(sqlite3.connect(tmp_path / "half broken" / FILE)) as file, file:
+        file.execute("INSERT OR REPLACE INTO facts VALUES ('manifest', 'no JSON')")
     shutil.rmtree(tmp_path / "gone")
     answer = views.compare({"ids": ",".join(ids)})
     assert [curve["names"] for curve in answer["curves"]] == [["good"]]
-    assert [left["name"] for left in answer["left_out"]] == ["broken"]
+    assert sorted(left["name"] for left in answer["left_out"]) == ["broken", "half broken"]
     assert answer["missing"] == 1
 
 

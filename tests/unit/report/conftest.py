@@ -81,7 +81,7 @@ Write = Callable[..., Run]
 def write(tmp_path: Path) -> Iterator[Write]:
     """A run file by hand: `write("name", [[9, 5], [8, 6]])` is two rounds, with correct answers of 10 by client.
 
-    `tested` says which clients they are, when not the first ones.
+    `tested` says which clients they are, when not the first ones, and `digest` what weights the run found.
     """
     made: list[Run] = []
 
@@ -91,13 +91,14 @@ def write(tmp_path: Path) -> Iterator[Write]:
         /,
         clients: list[str] | None = None,
         tested: list[int] | None = None,
+        digest: str = "weights",
         **changes: Any,
     ) -> Run:
         config = parse({"federation": {"rounds": max(1, len(correct))}, **changes})
         facts = {
             "config": config.model_dump(mode="json"),
             "clients": clients or [f"client_{number}" for number in range(len(correct[0]) if correct else 1)],
-            "backbone": "weights",
+            "backbone": digest,
             "versions": {"fedprompt": "0"},
         }
         store = RunStore.create(tmp_path / directory, facts)

@@ -5,6 +5,7 @@ import pytest
 from fedprompt.report import grid
 from fedprompt.report.grid import arrange, column_label, grid_cells, telling
 from fedprompt.report.html import render
+from fedprompt.report.latex import latex
 
 pytestmark = pytest.mark.unit
 
@@ -62,6 +63,19 @@ def test_a_cell_that_stopped_early_is_marked_and_never_the_best(cell):
     assert texts(found)[0][1:3] == ["90.00 †", "90.00 †"]
     assert [line[1] for line in bold(found)] == [False, False]
     assert grid.remarks(found)[1].startswith("† stopped")
+
+
+def test_seeds_that_stopped_earlier_than_others_of_their_cell_are_named(cell):
+    whole = [cell(method, domains, [5]) for method in "ab" for domains in (1, 2)]
+    found = arrange([cell("a", 1, [9], seed=1, done=1), *whole])
+    assert texts(found)[0][1] == "50.00"
+    assert grid.remarks(found)[-1] == "Left out, others of the same setting got farther: a-1-1."
+
+
+def test_what_concerns_one_column_is_said_with_its_name(cell):
+    runs = [cell("a", 1, [5]), cell("a", 2, [5], done=1), cell("b", 1, [5]), cell("b", 2, [5])]
+    assert grid.warnings(arrange(runs)) == ["domains_per_client=2: Unfinished: a (1/2 rounds)"]
+    assert "% domains\\_per\\_client=2: Unfinished: a (1/2 rounds)" in latex(runs)
 
 
 def test_one_task_is_no_grid(write):

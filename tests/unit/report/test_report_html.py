@@ -164,6 +164,15 @@ def test_figures_are_written_as_png_and_svg_with_the_table(write, tmp_path):
     assert made.latex.read_text().startswith("% needs")
 
 
+def test_runs_of_the_same_name_have_pictures_of_their_own(write, tmp_path):
+    twins = [write(f"{folder}/a", [[5, 4]], seed=seed) for seed, folder in enumerate(("here", "there"))]
+    made = write_report(twins, tmp_path / "out", figures=True)
+    names = [path.name for path in made.figures]
+    assert len(set(names)) == len(names)
+    assert {"clients-by-round-a.png", "clients-by-round-a-2.png"} <= set(names)
+    assert all(path.is_file() for path in made.figures)
+
+
 def test_nan_figures_are_shown_and_win_nothing(write):
     bad, good = write("a", [[9]]), write("b", [[8]], method={"name": "head_tune"})
     with closing(sqlite3.connect(bad.directory / "run.db")) as file, file:

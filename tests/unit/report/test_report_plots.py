@@ -4,6 +4,7 @@ from PIL import Image
 
 from fedprompt.report import matrices, plots, style
 from fedprompt.report.families import families
+from fedprompt.report.grid import arrange
 
 pytestmark = pytest.mark.unit
 
@@ -69,12 +70,21 @@ def test_heat_map_of_a_run_that_was_not_evaluated_yet_is_empty(write):
 
 
 def test_overview_is_a_png_that_opens(runs, tmp_path):
-    path = plots.save_overview(runs, tmp_path / "overview.png")
+    path = plots.save_overview(arrange(runs), tmp_path / "overview.png")
     with Image.open(path) as image:
         image.verify()
         assert image.format == "PNG"
         assert image.width > image.height > 400
     assert [file.name for file in tmp_path.iterdir()] == ["overview.png"]
+
+
+def test_overview_has_a_line_of_panels_for_every_task(write, tmp_path):
+    runs = [write(f"m{m}", [[9, 5]], partition={"domains_per_client": m}) for m in (1, 2)]
+    heights = []
+    for some in (runs[:1], runs):
+        with Image.open(plots.save_overview(arrange(some), tmp_path / "overview.png")) as image:
+            heights.append(image.height)
+    assert heights[1] == pytest.approx(2 * heights[0], rel=0.1)
 
 
 def test_legend_flags_unfinished_runs(runs, unfinished):

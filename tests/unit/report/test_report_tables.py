@@ -40,6 +40,15 @@ def test_best_is_the_highest_average_of_any_round(write):
     assert value(row, "average").mean == pytest.approx(0.1)
 
 
+def test_seeds_on_other_weights_are_a_row_of_their_own_and_not_comparable(write):
+    rows = comparison([write("a", [[9]]), write("b", [[5]], seed=1), write("c", [[1]], seed=2, digest="0123456789ab")])
+    assert [(row.label, row.seeds) for row in rows] == [
+        ("fedvpt backbone weights", (0, 1)),
+        ("fedvpt backbone 01234567", (2,)),
+    ]
+    assert notes(rows)[0].startswith("Not comparable, these settings differ: backbone.digest: ")
+
+
 def test_one_seed_has_no_deviation():
     assert spread([0.5]) == Spread(0.5, None)
 

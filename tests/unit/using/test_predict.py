@@ -138,7 +138,10 @@ def test_a_table_tells_who_is_right() -> None:
     assert head.split() == ["image", "1.", "2.", "entropy", "mutual", "information", "label"]
     assert first.split() == ["a.png", "cat", "75.0", "%", "dog", "25.0", "%", "0.562", "0.1250", "cat"]
     assert third.split("  ")[-1] == "image must be readable"
-    assert "(wrong)" in list(table_lines([Row("a", "dog", (("cat", 1.0),), 0.0)], ["cat", "dog"], 1))[1]
+    said = list(
+        table_lines([Row("a", label, (("cat", 1.0),), 0.0) for label in ("cat", "dog", "zebra")], ["cat", "dog"], 1)
+    )
+    assert [line.rpartition("  ")[2] for line in said[1:]] == ["cat", "dog (wrong)", "zebra (no class of the run)"]
     assert second.startswith('odd, "name".png')
 
 
