@@ -1,10 +1,12 @@
-"""The pace at which a node looks for messages."""
+"""How Flower's loop is made to serve a node: the pace at which it looks for messages, and runs that are stopped."""
 
 from __future__ import annotations
 
 import ast
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,3 +42,50 @@ def test_flowers_loop_asks_its_module_time_for_nothing_but_sleep() -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time"
     }
     assert asked == {"sleep"}
+
+
+class Recorder:
+    """Stands for a SuperNode's memory: notes which calls were made, and knows one run."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {
+            "get_run": SimpleNamespace(primary_task_type="", fab_hash=""),
+            "create_task": 7,
+            "preregister": ["x"],
+        }
+        return lambda *given, **named: self.calls.__setitem__(name, (given, named)) or answers.get(name)
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_message_of_a_run_that_is_stopped_while_it_comes_in_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, mended: bool
+) -> None:
+    """Flower by itself leaves a task behind that nobody can do, and a node that tries it does nothing else any more."""
+    monkeypatch.setattr(supernode.loop, "_pull_and_store_message", supernode.loop._pull_and_store_message)
+    if mended:
+        supernode.clean_up_after_stopped_runs()
+
+    def stopped(*_: Any) -> bytes:
+        raise supernode.RunNotRunningException
+
+    metadata = SimpleNamespace(run_id=1, message_id="m", group_id="", message_type="train")
+    memory, objects = Recorder(), Recorder()
+    done = supernode.loop._pull_and_store_message(
+        state=memory,
+        object_store=objects,
+        node_config={},
+        receive=lambda: (SimpleNamespace(metadata=metadata), None),
+        get_run=None,
+        get_fab=None,
+        pull_object=stopped,
+        confirm_message_received=None,
+        trusted_entities=None,
+    )
+    assert done is None
+    assert ("create_task" in memory.calls, "finish_task" in memory.calls) == (True, mended)
+    assert ("delete_messages" in memory.calls, "delete" in objects.calls) == (mended, mended)
+    if mended:
+        assert memory.calls["finish_task"][0] == (7,)

@@ -32,6 +32,7 @@ from flwr.supercore.interceptors import (
     SuperExecAuthHttpInterceptor,
 )
 from flwr.supercore.protobuf.client import ProtobufClientInterceptor
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
@@ -66,6 +67,7 @@ def attend(arguments: Sequence[str], work: Work) -> None:
                 pace.busy()
 
         loop.time = pace
+        clean_up_after_stopped_runs()
         _when_listening(Thread(target=_attend, args=(port, secret, paced), daemon=True).start)
         logging.getLogger("flwr").addFilter(_worth_telling)
         wait_to_be_let_in()
@@ -91,6 +93,31 @@ class Pace:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(min(seconds, BRISK) if time.monotonic() - self._last < SOON else seconds)
+
+
+def clean_up_after_stopped_runs() -> None:
+    """Have the SuperNode forget a message whose run was stopped while it came in.
+
+    What tells so is no `Exception`, so it passes Flower's own cleaning up, and the task that was made for the message would
+    wait for the rest of it for ever.
+    """
+    original = loop._pull_and_store_message
+
+    def pull(**given: Any) -> Any:
+        steps = {name: _failing_plainly(given[name]) for name in ("pull_object", "confirm_message_received")}
+        return original(**{**given, **steps})
+
+    loop._pull_and_store_message = pull
+
+
+def _failing_plainly(step: Callable[..., Any]) -> Callable[..., Any]:
+    def done(*arguments: Any) -> Any:
+        try:
+            return step(*arguments)
+        except RunNotRunningException:
+            raise RuntimeError("the run was stopped") from None
+
+    return done
 
 
 def _when_listening(then: Callable[[], None]) -> None:
