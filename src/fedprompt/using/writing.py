@@ -21,7 +21,7 @@ WIDEST = 48  #: letters of an image's name in a table; of a longer one the end i
 FORMATS = {".csv": "csv", ".json": "json"}  #: of a file, by its suffix
 
 
-def table_lines(rows: Iterable[Row], classes: Iterable[str], top: int) -> Iterator[str]:
+def table_lines(rows: Iterable[Row], classes: Sequence[str], top: int) -> Iterator[str]:
     """A table that is printed while predictions come in."""
     rows = iter(rows)
     first = list(islice(rows, LOOKED_AT))
