@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import importlib.util
 import math
 import os
 import sqlite3
@@ -154,6 +155,16 @@ def offer_method(folder: Path, module: str) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[fedprompt.methods]\ntheirs = {module}\n")
+
+
+def module_at(path: Path) -> Any:
+    """A file of Python that is no part of a package, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def command_line(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:

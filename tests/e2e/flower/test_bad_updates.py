@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from real_processes import split, tiny
-from support import local_tensors, shared_tensors, worst_difference
+from support import local_tensors, module_at, shared_tensors, worst_difference
 
 from fedprompt.experiment import Experiment
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_bad_updates_are_refused_by_rule_and_everybody_else_goes_on(tmp_path: Path, found_federation: Any) -> None:
-    program = _program()
+    program = module_at(PROGRAM)  # for what it lists
     last = program.FIRST + len(program.LIES) - 1
     settings = tiny("lies", partition={"scheme": "iid", "clients": len(SITES)}, federation={"rounds": last + 1})
     federation = found_federation(tmp_path, SITES)
@@ -44,13 +43,3 @@ def test_bad_updates_are_refused_by_rule_and_everybody_else_goes_on(tmp_path: Pa
     assert worst_difference(shared_tensors(run), shared_tensors(alone)) <= 1e-5
     for client, site in enumerate(SITES):
         assert worst_difference(federation.own_tensors(site, run), local_tensors(alone, client)) <= 1e-5, site
-
-
-def _program() -> Any:
-    """The program of the liar as a module, for what it lists."""
-    spec = importlib.util.spec_from_file_location("tampering_node", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
-from typing import Any
 
 import documents
 import pytest
+from support import module_at
 
 pytestmark = pytest.mark.unit
 pytest.importorskip("mkdocs", reason="needs mkdocs (pip install '.[docs]')")
 
 
-def hook(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", documents.ROOT / f"docs/tools/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-hooks, equations = hook("hooks"), hook("equations")
+hooks, equations = (module_at(documents.ROOT / f"docs/tools/{name}.py") for name in ("hooks", "equations"))
 PAGE = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
 
 

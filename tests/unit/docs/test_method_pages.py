@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,23 +9,14 @@ from typing import Annotated, Any, Literal
 import documents
 import pytest
 from pydantic import Field
+from support import module_at
 
 from fedprompt import registry
 
 pytestmark = pytest.mark.unit
 
 
-def tool(name: str) -> Any:
-    """A module of docs/tools, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", documents.ROOT / f"docs/tools/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-generate = tool("generate")
+generate = module_at(documents.ROOT / "docs/tools/generate.py")
 
 
 def test_every_method_and_variant_has_a_page_and_every_page_is_of_one() -> None:
