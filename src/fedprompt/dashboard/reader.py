@@ -109,10 +109,16 @@ class LiveRun(Run):
     def __init__(self, directory: Path) -> None:
         self.reader = LiveReader(directory)
         self.directory = self.reader.directory
+        # read once: in one look they stay as they are, and tables ask for them again and again
         self._rounds: list[RoundRecord] | None = None
+        self._summary: dict[str, Any] | None = None
 
     def rounds(self) -> list[RoundRecord]:
-        """Read once: in one look they stay as they are, and tables ask for them again and again."""
         if self._rounds is None:
             self._rounds = super().rounds()
         return self._rounds
+
+    def summary(self) -> dict[str, Any]:
+        if self._summary is None:
+            self._summary = super().summary()
+        return self._summary
