@@ -105,7 +105,7 @@ def test_a_partition_is_saved_edited_and_given_back(call: Call, config: Any, tmp
     done = call("partition", path, "--show", "--save", "who.json")
     assert done.returncode == 0, done.stderr
     assert "4 clients" in done.stdout
-    assert (tmp_path / "runs/tiny-partition.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs/partition-tiny.png").read_bytes().startswith(b"\x89PNG")
     text = json.loads((tmp_path / "who.json").read_text())
     dropped = text["clients"].pop()
     (tmp_path / "who.json").write_text(json.dumps(text))
@@ -119,6 +119,17 @@ def test_a_partition_is_saved_edited_and_given_back(call: Call, config: Any, tmp
     names = [client["client"] for client in json.loads(listed.stdout)["clients"]]
     assert len(names) == 3
     assert dropped["name"] not in names
+
+
+def test_the_images_of_every_client_are_written_once_for_all_methods_of_a_config(
+    call: Call, complaint: Any, config: Any, tmp_path: Path
+) -> None:
+    done = call("federate", "split", config(sweep={"method": ["head_tune", "fedvpt"]}), "--output", "files")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [f"client_{i}.parquet" for i in range(4)]
+    for sweep in ({"seed": [0, 1]}, {"partition.clients": [2, 4]}, {"data.train_per_cell": [2, 4]}):
+        code, said = complaint("federate", "split", config(sweep=sweep), "--output", "others")
+        assert (code, "must divide one set of images in one way" in said) == (2, True), said
 
 
 def test_validate_prints_a_hash_for_each_run(call: Call, config: Any) -> None:

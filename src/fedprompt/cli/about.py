@@ -79,7 +79,7 @@ def partition(
     if save is not None:
         manifest.save(save)
     if show and picture is None:
-        picture = Path(each.output.directory) / f"{each.name}-partition.png"
+        picture = Path(each.output.directory) / f"partition-{each.name}.png"  # `NAME-*` are its runs
     if picture is not None:
         manifest.picture(source.labels, picture)
     rows: list[dict[str, Any]] = [

@@ -189,7 +189,9 @@ def renew(server: Server) -> None:
 
 @federate.command()
 def split(
-    config: Annotated[Path, typer.Argument(help="A YAML file with data and a partition.")],
+    config: Annotated[
+        Path, typer.Argument(help="A YAML file with data and a partition, the same for all its methods.")
+    ],
     output: Annotated[Path, typer.Option("--output", help="A new folder for one parquet file per client.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings as key=value.")] = None,
 ) -> None:
@@ -201,8 +203,11 @@ def split(
     from fedprompt.data.sources import open_source
 
     settings, *others = config_files.load(config, overrides or [])
-    if others:
-        raise ConfigError(f"{str(config)!r} must describe one experiment, got {1 + len(others)}")
+    divided = [(each.data, each.partition, each.seed) for each in (settings, *others)]
+    if any(each != divided[0] for each in divided):
+        raise ConfigError(
+            f"{str(config)!r} must divide one set of images in one way, got several of data, partition or seed"
+        )
     source = open_source(settings.data, cache_directory(settings.output.cache))
     manifest = make_manifest(source, settings.data, settings.partition, settings.seed)
     for path in export_clients(source, manifest, output):
