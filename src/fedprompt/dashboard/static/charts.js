@@ -166,5 +166,5 @@ function curve({ points, band, place, dashed = dash(place) }, x, y) {
 function nearest(points, x, log) {
   if (!points.length) return null;
   if (!log) return points.findLast(([at]) => at <= x) ?? null; // of a curve that ended before, its end
-  return points.reduce((best, point) => (Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best));
+  return points.reduce((best, point) => (Math.abs(point[0] - x) <= Math.abs(best[0] - x) ? point : best)); // of equals the last
 }
