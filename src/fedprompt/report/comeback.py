@@ -69,7 +69,7 @@ def save_comeback(runs: Sequence[Run], client: str, away: tuple[int, int], path:
             known = [(round, 100 * value) for round, value in points if value is not None]
             axes.plot([place for place, _ in known], [value for _, value in known], **dress(number, len(known)))
         axes.set(title=f"{client}, away in the shaded rounds", xlabel="Round", ylabel="Accuracy (%)")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         add_legend(figure, dict(enumerate(label for label, _ in named)))
     write_atomically(path, png(figure))
     return path

@@ -94,7 +94,7 @@ def refusal_picture(run: Run) -> Figure:
             add_areas(figure, rules)
         rounds = [record.round for record in run.rounds()] or [1]
         axes.set_xlim(0.5, max(1, *rounds, *(refusal.round for refusal in found)) + 0.5)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
 
 
@@ -117,7 +117,7 @@ def _count_by_round(axes: Axes, found: Sequence[Refusal], rules: list[str]) -> N
         axes.bar(rounds, heights, 0.8, below, color=colour(number), hatch=hatch(number), edgecolor="white")
         below = below + heights
     axes.set_ylabel("Updates")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def draw_privacy(axes: Axes, groups: Groups) -> None:
@@ -134,4 +134,4 @@ def draw_privacy(axes: Axes, groups: Groups) -> None:
     axes.axhline(0, color=INK, linewidth=0)  # epsilon begins at nothing
     axes.set(title="Privacy spent", xlabel="Round", ylabel="Epsilon")
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

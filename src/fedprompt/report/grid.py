@@ -165,11 +165,9 @@ def _written(row: Row | None, key: str) -> str:
 def remarks(grid: Arrangement) -> list[str]:
     """What a reader of the grid has to know."""
     seeds = sorted({len(row.seeds) for rows in grid.rows for row in rows.values()})
-    lines = [
-        "Average and Worst Local in per cent, mean ± sample standard deviation over "
-        f"{' to '.join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1])))} seeds; "
-        f"columns differ in {', '.join(grid.fields)}."
-    ]
+    several = " to ".join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1])))
+    over = "of one seed" if several == "1" else f"mean ± sample standard deviation over {several} seeds"
+    lines = [f"Average and Worst Local in per cent, {over}; columns differ in {', '.join(grid.fields)}."]
     if any(not row.finished for rows in grid.rows for row in rows.values()):
         lines.append(f"{UNFINISHED} stopped before its last round.")
     if grid.left_out:

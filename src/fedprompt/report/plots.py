@@ -125,7 +125,7 @@ def draw_curves(axes: Axes, groups: Groups) -> None:
             if len(table) > 1:
                 draw_band(axes, number, rounds, mean, table.std(axis=0, ddof=1))
     axes.set(title="Average (solid) and Worst Local (dashed)", xlabel="Round", ylabel="Accuracy (%)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def draw_band(axes: Axes, number: int, places: Sequence[float] | np.ndarray, mean: np.ndarray, std: np.ndarray) -> None:
@@ -151,7 +151,7 @@ def draw_clients(axes: Axes, groups: Groups) -> None:
         axes.plot(np.arange(1, count + 1), mean, markersize=5, linewidth=1, **dress(number, count))
     axes.set(title="Clients, worst to best", xlabel="Rank of the client", ylabel="Accuracy in the last round (%)")
     axes.set_xlim(0.5, most + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
 
 def draw_domains(axes: Axes, groups: Groups) -> None:

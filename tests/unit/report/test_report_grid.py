@@ -125,3 +125,4 @@ def test_the_page_opens_with_the_grid(cell):
 def test_remarks_tell_how_many_seeds_there_are(cell):
     runs = [cell(method, domains, [5]) for method in "ab" for domains in (1, 2)] + [cell("a", 1, [6], seed=1)]
     assert "over 1 to 2 seeds" in grid.remarks(arrange(runs))[0]
+    assert "in per cent, of one seed; columns" in grid.remarks(arrange(runs[:-1]))[0]

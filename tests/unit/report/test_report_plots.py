@@ -29,6 +29,11 @@ def test_curves_are_the_mean_over_seeds_in_per_cent(write):
     assert (average.get_linestyle(), worst.get_linestyle()) == ("-", "--")
 
 
+def test_rounds_are_whole_even_where_there_is_only_one(write):
+    axes = plots.learning_curves([write("a", [[9, 5]])]).axes[0]
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
 def test_clients_are_sorted_from_the_worst_to_the_best_of_the_last_round(write):
     (line,) = lines(plots.client_spread([write("a", [[1, 1, 1], [9, 2, 5]])]))
     np.testing.assert_allclose(line.get_ydata(), [20, 50, 90])
