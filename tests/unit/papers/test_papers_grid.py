@@ -77,7 +77,7 @@ def test_a_variant_is_part_of_the_name() -> None:
 def test_settings_that_differ_are_told_with_both_values_the_important_ones_first() -> None:
     theirs = [settings(**{"federation.rounds": 100, "train.lr": 0.01, "data.train_per_cell": None})]
     ours = [settings(**{"federation.rounds": 5, "train.lr": lr, "data.train_per_cell": 6}) for lr in (0.1, 0.2)]
-    ours = [{**each, "data.source": "/home/me/pacs.parquet"} for each in ours]
+    ours = [{**each, "data.source": "/data/pacs.parquet"} for each in ours]
     assert differences(ours, theirs, read(TABLE)) == [
         "Not the paper's setting: data tiny, here pacs.parquet; rounds 100, here 5; "
         "training images of each domain and class all, here 6.",

@@ -112,7 +112,7 @@ def test_as_few_settings_as_possible_tell_columns_apart():
 
 
 def test_a_data_set_is_called_by_its_name_and_not_by_where_it_lies():
-    assert column_label({"data.source": "/home/me/pacs.parquet"}, ["data.source"]) == "pacs"
+    assert column_label({"data.source": "/data/pacs.parquet"}, ["data.source"]) == "pacs"
     assert column_label({"attack.fraction": None}, ["attack.fraction"]) == "attack.fraction=none"
 
 
