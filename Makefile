@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# one single-threaded worker per core: many small tests, no shared state
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+# one single-threaded worker per core; each begins with a stretch of neighbours, which share what a module made once
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # modules are compiled when they are first imported, and kept: some machines forbid that, and every process starts 10 s later
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup assets demo bench test test-all test-flower docs lint format results clean
+.PHONY: setup assets demo bench test test-slow test-flower test-all docs lint format results clean
 
 setup: $(INSTALLED)
 
@@ -38,16 +38,20 @@ test: lint  ## all but the slow tests; those that need assets are skipped where 
 test-flower: $(INSTALLED)  ## federations of real processes on loopback, one at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m e2e_flower
 
-test-all: lint test-flower
+test-slow: $(INSTALLED)  ## what `make test` leaves out for its time: most long cases of the matrix, many crashes, workers, PACS
 	$(BIN)/fedprompt assets all
-	$(PYTEST) -m "not e2e_flower"
+	$(PYTEST) -m "slow and not e2e_flower"
+
+test-all: test test-slow test-flower  ## everything; before a release
 
 docs: $(INSTALLED)  ## the site of docs/ in site/, every link checked; open site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+# without --quiet, which drops warnings before --strict can count them
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 
 format: $(INSTALLED)

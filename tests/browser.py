@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-QUIET = (  #: no sandbox in containers, no GPU, and no calls home
+QUIET = (  # no sandbox in containers, no GPU, and no calls home
     "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",

@@ -24,8 +24,12 @@ SHARED = ROOT.parent / "shared"
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A tiny experiment as a plain mapping; keyword arguments replace whole values or update sections."""
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """A tiny experiment as a plain mapping; keyword arguments replace whole values or update sections.
+
+    Its cache is also that of whoever opens the run: a run file does not decide on it.
+    """
+    monkeypatch.setenv("FEDPROMPT_CACHE", str(tmp_path / "cache"))
 
     def make(**changes: Any) -> dict[str, Any]:
         values: dict[str, Any] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 from fedprompt.config import parse
 from fedprompt.dashboard.views import Views
-from fedprompt.evaluation.metrics import ClientResult, summarise
-from fedprompt.federation.store import Event, RoundRecord, RunStore
+from fedprompt.metrics.accuracy import ClientResult, summarise
+from fedprompt.runs.store import Event, RoundRecord, RunStore
 
 
 def begin(

@@ -31,16 +31,17 @@ def documented_logits(folder: Path, image: Image.Image, dual: bool = False, code
 
 
 def outcomes() -> dict[str, str]:
-    """What the table of the page says of every method: exact, approximate or refused. `kin` stands for methods of that beginning."""
+    """What the page's table says of every method: exact, approximate or refused. Variants have the same beginning."""
     rows = re.findall(r"^\| (.*) \| (exact|approximate|refused)[^|]*\|$", PAGE, flags=re.MULTILINE)
     said = {}
     for methods, outcome in rows:
-        for name, kin in re.findall(r"`(\w+)`( and its kin)?", methods):
+        for name, kin in re.findall(r"`(\w+)`( and its variants)?", methods):
             said[name + ("*" if kin else "")] = outcome
     return said
 
 
-def outcome_of(method: str) -> str:
+def outcome_of(method: str) -> str | None:
+    """What the table says of a method; None where it has no row yet."""
     said = outcomes()
     kin = [name for name in said if name.endswith("*") and method.startswith(name[:-1])]
-    return said[method] if method in said else said[kin[0]]
+    return said[method] if method in said else said[kin[0]] if kin else None

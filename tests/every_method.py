@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hard_users import HARD_USERS
 
-from fedprompt import registry
-from fedprompt.method import Method
+from fedprompt.core import registry
+from fedprompt.core.method import Method
 from fedprompt.methods.fedvpt import FedVPT
 
 CASES: dict[str, Method] = {

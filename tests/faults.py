@@ -1,16 +1,10 @@
-"""`fedprompt` in a process of its own, with a fault planted in it.
-
-The processes are forked from a server that has imported everything once, so that a command costs what its work costs and many
-faults can be tried. What is planted is real: a SIGKILL, a limit of the operating system, a disk without room.
-"""
+"""Faults to plant in a `fedprompt` that `warm_processes` starts: a SIGKILL, a limit of the operating system, a disk without room."""
 
 from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import os
-import pkgutil
 import resource
 import signal
 import sys
@@ -22,65 +16,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fedprompt
-
-CONTEXT = multiprocessing.get_context("forkserver")
-METHODS = [
-    module.name for module in pkgutil.walk_packages(fedprompt.__path__, "fedprompt.") if ".methods" in module.name
-]
-CONTEXT.set_forkserver_preload(["fedprompt.cli", "fedprompt.experiment", "fedprompt.report.tables", *METHODS])
-LONGEST = 300  #: seconds a command may take
-
-Plant = Callable[[], None]
-
-
-class Ended(NamedTuple):
-    """How a command ended: its exit code, negative when a signal ended it, and what it said."""
-
-    code: int | None
-    words: str
-
-
-class Started:
-    """A command under way."""
-
-    def __init__(self, folder: Path, arguments: tuple[str, ...], plant: Plant | None = None) -> None:
-        self._log = folder / f"{time.monotonic_ns()}.log"
-        self._process = CONTEXT.Process(target=_work, args=(folder, arguments, self._log, plant), daemon=True)
-        self._process.start()
-
-    @property
-    def running(self) -> bool:
-        return self._process.is_alive()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def end(self) -> Ended:
-        self._process.join(LONGEST)
-        if self._process.is_alive():
-            self._process.kill()
-            raise AssertionError("the command must end")
-        return Ended(self._process.exitcode, self._log.read_text() if self._log.exists() else "")
-
-
-def call(folder: Path, *arguments: str, plant: Plant | None = None) -> Ended:
-    """`fedprompt` with these arguments in a folder, until it ends."""
-    return Started(folder, arguments, plant).end()
-
-
-def _work(folder: Path, arguments: tuple[str, ...], log: Path, plant: Plant | None) -> None:
-    os.chdir(folder)
-    words = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(words, 1)
-    os.dup2(words, 2)
-    from fedprompt.cli import main
-
-    if plant is not None:
-        plant()
-    sys.argv = ["fedprompt", *arguments]
-    main()
-
+from warm_processes import LONGEST
 
 # -- kills ------------------------------------------------------------------------------------------------------------
 
@@ -89,7 +25,7 @@ class Moment(NamedTuple):
     """One pass through one part of a run, counted in calls and returns of functions since its start."""
 
     phase: str
-    turn: int  #: how many passes through this part came before
+    turn: int  # how many passes through this part came before
     first: int
     last: int
 
@@ -143,13 +79,13 @@ def kill_at(moment: Moment, step: int, notes: Path) -> None:
 
 
 def _watch(steps: _Steps) -> _Steps:
-    from fedprompt.data.transforms import ImageStore
-    from fedprompt.experiment import Experiment
-    from fedprompt.federation.rounds import Clock
-    from fedprompt.federation.store import RunStore
+    from fedprompt.client.factory import ExperimentFactory
+    from fedprompt.data.cache.pixel_store import ImageStore
+    from fedprompt.federation.loop import Clock
+    from fedprompt.runs.store import RunStore
 
     for owner, name, phase in (
-        (Experiment, "prepare", "start-up"),
+        (ExperimentFactory, "prepare", "start-up"),
         (ImageStore, "_fill", "cache write"),
         (RunStore, "commit", "commit"),
     ):
@@ -192,7 +128,7 @@ def little_room(room: int, round: int | None, deadly: bool = False, checkpoint: 
     A write beyond that fails or, where it is `deadly`, ends the process when half of it is done. With `checkpoint` it is the run file
     that cannot grow, while the log is moved into it after the commit.
     """
-    from fedprompt.federation.store import RunStore
+    from fedprompt.runs.store import RunStore
 
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL if deadly else signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -231,7 +167,7 @@ def jumping_clock() -> None:
 
 def wait_after_round(round: int, here: Path, go: Path) -> None:
     """Plant: after that round was committed, say so and go on when told."""
-    from fedprompt.federation.store import RunStore
+    from fedprompt.runs.store import RunStore
 
     commit = RunStore.commit
 

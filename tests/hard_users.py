@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
-from fedprompt.method import Batch, Client, Combine, Method, Progress, Prompts, Seen, Server, Stage, Upload, World
+from fedprompt.core.method import Batch, Client, Combine, Method, Progress, Prompts, Seen, Server, Stage, Upload, World
+from fedprompt.core.roles import Roles, Statistic
 from fedprompt.methods.fedvpt import FedVPT
-from fedprompt.prompts.heads import NAMES, read_head, zero_head
-from fedprompt.prompts.insertion import VisionPrompt, vpt_init
-from fedprompt.roles import Roles, Statistic, Tensors, pick
+from fedprompt.modules.heads import NAMES, read_head, zero_head
+from fedprompt.modules.insertion import VisionPrompt, vpt_init
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, pick
 
 
 def _head(world: World) -> Tensors:
@@ -31,11 +33,11 @@ class HypernetworkUser(Method):
     tokens: int = 2
     server_lr: float = 0.1
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         base = vpt_init(1, self.tokens, world.width, world.patch, generator)
         server = {
-            "generator": torch.randn(world.width, world.width, generator=generator) * 0.05,
-            "descriptors": torch.randn(world.clients, world.width, generator=generator),
+            "generator": generator.normal(world.width, world.width) * 0.05,
+            "descriptors": generator.normal(world.clients, world.width),
             "base": base,
         }
         return Roles(shared={"prompt": base.clone()}, local={**_head(world), "own_prompt": base.clone()}, server=server)
@@ -94,14 +96,14 @@ class PerSampleUser(Method):
     def needs(self) -> tuple[str, ...]:
         return ("block_inputs",)
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
-        encoder = torch.randn(world.blocks, world.tokens, generator=generator) / world.tokens**0.5
+    def init(self, world: World, generator: Stream) -> Roles:
+        encoder = generator.normal(world.blocks, world.tokens) / world.tokens**0.5
         return Roles(shared={"encoder": encoder, "log_std": torch.full((world.blocks,), -3.0)}, local=_head(world))
 
-    def noise(self, world: World, size: int, training: bool, generator: torch.Generator) -> Tensors:
-        mask = torch.rand(self.draws, size, world.blocks, world.tokens, generator=generator) < self.keep
+    def noise(self, world: World, size: int, training: bool, generator: Stream) -> Tensors:
+        mask = generator.uniform(self.draws, size, world.blocks, world.tokens) < self.keep
         mask[..., 0] = True
-        epsilon = torch.randn(self.draws, size, world.blocks, 1, world.width, generator=generator)
+        epsilon = generator.normal(self.draws, size, world.blocks, 1, world.width)
         return {"mask": mask.to(world.dtype), "epsilon": epsilon * float(training)}
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
@@ -137,10 +139,10 @@ class TwoStageUser(FedVPT):
     def needs(self) -> tuple[str, ...]:
         return ("cls",)
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         roles = super().init(world, generator)
         groups = vpt_init(3, 1, world.width, world.patch, generator)
-        keys = torch.randn(3, world.width, generator=generator)
+        keys = generator.normal(3, world.width)
         return Roles(shared={**roles.shared, "groups": groups, "keys": keys}, local=roles.local)
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
@@ -173,7 +175,7 @@ class ExpertsUser(FedVPT):
 
     experts: int = 2
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         roles = super().init(world, generator)
         gate = torch.zeros(self.experts + 1)
         return Roles(shared=roles.shared, local={**roles.local, "gate": gate, "last_prompt": roles.shared["prompt"]})
@@ -225,7 +227,7 @@ class StatisticsUser(Method):
     def needs(self) -> tuple[str, ...]:
         return ("cls",)
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         classes, width = world.classes, world.width
         return Roles(
             shared={
@@ -240,7 +242,7 @@ class StatisticsUser(Method):
             },
         )
 
-    def statistics(self, world: World, params: Tensors, batch: Batch, look: Callable[[], Seen]) -> Tensors:
+    def statistics(self, world: World, params: Tensors, batch: Batch, forward: Callable[[], Seen]) -> Tensors:
         member = F.one_hot(batch.labels, world.classes).to(world.dtype)
         return {"sums": member.T @ F.normalize(batch.features["cls"], dim=-1), "counts": member.sum(0)}
 

@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from warm_processes import Started
 
+from fedprompt.core import wire
 from fedprompt.errors import FedpromptError
-from fedprompt.federation import wire
-from fedprompt.roles import Tensors
-from fedprompt.run import Run
+from fedprompt.runs.run import Run
+from fedprompt.tensors import Tensors
 
-LONGEST = 240.0  #: seconds for anything that has to happen, on a machine that is busy with other things
-TAIL = 60  #: lines of a log that are shown where a test failed
+LONGEST = 240.0  # seconds for anything that has to happen, on a machine that is busy with other things
+TAIL = 60  # lines of a log that are shown where a test failed
 PAUSE = 0.1
-CLASSES = ["disc", "square", "triangle", "cross", "bars"]  #: of the tiny set, in its order
+CLASSES = ["disc", "square", "triangle", "cross", "bars"]  # of the tiny set, in its order
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "COLUMNS": "200",
@@ -134,10 +135,12 @@ class Processes:
         self.started.append(process)
         return process
 
-    def call(self, *arguments: str, longest: float = LONGEST) -> tuple[int, str]:
-        """`fedprompt ARGUMENTS` until it ends: its exit code and what it said."""
-        process = self.start(arguments[0] if arguments[0] != "federate" else arguments[1], *arguments)
-        return process.end(longest), process.words
+    def call(self, *arguments: str) -> tuple[int, str]:
+        """`fedprompt ARGUMENTS` until it ends: its exit code and what it said. It is forked from a warm process."""
+        more = {**ENVIRONMENT, "FEDPROMPT_CACHE": str(self.folder / "cache"), **self._environment}
+        ended = Started(self.folder, arguments, **more).end()
+        assert ended.code is not None
+        return ended.code, ended.words
 
     def end(self) -> None:
         for process in reversed(self.started):
@@ -158,9 +161,14 @@ class Federation(Processes):
         code, words = self.call("federate", "init", "fed", "--address", self.address, *named, *self._insecure)
         assert code == 0, words
         self.folder_of_server = folder / "fed" / "server"
+        for site in sites:  # which are compared with clients of one machine
+            self.set_policy(site, evaluate="all", least_count=1)
 
     def folder_of(self, site: str) -> Path:
         return self.folder / "fed" / "sites" / site
+
+    def set_policy(self, site: str, **settings: Any) -> None:
+        (self.folder_of(site) / "policy.yaml").write_text(yaml.safe_dump(settings))
 
     def serve(self, ready: bool = True) -> Process:
         """The server, once sites can come."""

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
-from fedprompt.roles import Tensors
+from fedprompt.tensors import Tensors
 
-WINDOW, STEP = 24, 96  #: bytes that are looked for, and how far apart: less than what SQLite cuts a value into
+WINDOW, STEP = 24, 96  # bytes that are looked for, and how far apart: less than what SQLite cuts a value into
 
 
 def windows(contents: Iterable[bytes]) -> list[bytes]:

@@ -6,10 +6,7 @@ import atexit
 import hashlib
 import importlib.util
 import math
-import os
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,16 +17,22 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.inprocess import InProcess
-from fedprompt.engines.local_training import Trained
+from fedprompt.client.local_training import Trained
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.core import wire
+from fedprompt.core.method import Method, Progress, Stage
+from fedprompt.engines.in_process import InProcess
 from fedprompt.experiment import Experiment
-from fedprompt.federation import wire
-from fedprompt.federation.pool import StoredRows
-from fedprompt.federation.rounds import Observer
-from fedprompt.method import Method, Progress, Stage
-from fedprompt.roles import Tensors
-from fedprompt.run import Run
+from fedprompt.federation.loop import Observer
+from fedprompt.federation.stored_pool import StoredRows
+from fedprompt.random_streams import SERVER, Stream, stream
+from fedprompt.runs.run import Run
+from fedprompt.tensors import Tensors
+
+
+def seeded(seed: int = 0) -> Stream:
+    """A stream of random numbers for whoever asks for one."""
+    return stream(seed, 0, SERVER, "test")
 
 
 def experiment(settings: Mapping[str, Any], method: Method | None = None) -> Experiment:
@@ -38,7 +41,7 @@ def experiment(settings: Mapping[str, Any], method: Method | None = None) -> Exp
         settings = {**settings, "backbone": {**settings["backbone"], "name": "tiny-clip"}}
     made = Experiment(settings)
     if method is not None:
-        made.method = method
+        made.factory.method = method
     return made
 
 
@@ -149,12 +152,13 @@ class Backwards(InProcess):
         return reversed(list(super()._groups(clients[::-1])))
 
 
-def offer_method(folder: Path, module: str) -> None:
-    """The metadata an installer would write for a package whose entry point is that module; it counts for processes started there."""
+def offer_method(folder: Path, *modules: str) -> None:
+    """The metadata an installer would write for a package whose entry points are those modules; it counts for processes started there."""
     metadata = folder / "their_package-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[fedprompt.methods]\ntheirs = {module}\n")
+    entries = [f"theirs{number or ''} = {module}\n" for number, module in enumerate(modules)]
+    (metadata / "entry_points.txt").write_text("".join(["[fedprompt.methods]\n", *entries]))
 
 
 def module_at(path: Path) -> Any:
@@ -165,19 +169,6 @@ def module_at(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def command_line(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`fedprompt` in a folder, with a cache of its own there."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "FEDPROMPT_CACHE": str(folder / "cache"), "COLUMNS": "200"}
-        command = [sys.executable, "-m", "fedprompt.cli", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False
-        )
-
-    return run
 
 
 def peak_of(call: Callable[[], object], error: type[Exception]) -> int:

@@ -9,14 +9,14 @@ import torch
 from support import experiment, run
 from torch import Tensor
 
-from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import step_loss
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import Method, Server, World
-from fedprompt.roles import Tensors
-from fedprompt.run import Run
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import step_loss
+from fedprompt.core.method import Method, Server, World
+from fedprompt.data.cache.pixel_store import ImageStore
+from fedprompt.features.image_bank import ImageBank
+from fedprompt.runs.run import Run
+from fedprompt.tensors import Tensors
 
 
 def on_clip(settings: Any, name: str, **changes: Any) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def run_on_clip(settings: Any, method: Method, name: str, **changes: Any) -> Run
 def runtime_of(settings: Any, method: Method, **changes: Any) -> tuple[ClientRuntime, World]:
     """Clients with their images, none of which has trained yet."""
     made = experiment(on_clip(settings, "runtime", **changes), method)
-    source, manifest, backbone, world = made.prepare()
-    store = ImageStore(source, backbone.shape.image_size, "squash", made.cache)
+    source, manifest, backbone, world = made.factory.prepare()
+    store = ImageStore(source, backbone.shape.image_size, "squash", made.factory.cache)
     bank = ImageBank(source, manifest, store, backbone)
     states = ClientStates(lambda client: None)
     return ClientRuntime(made.config, world, method, bank, states, source.domain_names), world

@@ -15,8 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedprompt import config_files
-from fedprompt.config import Config
+from fedprompt.config import Config, config_files
 from fedprompt.errors import DivergenceError
 from fedprompt.experiment import Experiment
 

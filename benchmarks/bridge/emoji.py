@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter, ImageOps
 
-SIDE = 160  #: of a drawn picture; resized again for the image tower
+SIDE = 160  # of a drawn picture; resized again for the image tower
 LOOKS = ("plain", "placed", "lines")
 
 
@@ -31,9 +31,9 @@ class Package:
     name: str
     version: str
     sha256: str
-    pictures: str  #: folder inside the archive
+    pictures: str  # folder inside the archive
     suffix: str
-    licence: str  #: of the pictures
+    licence: str  # of the pictures
 
     @property
     def file(self) -> str:
@@ -132,8 +132,8 @@ def draw(folder: Path, emoji: list[Emoji], seed: int) -> Iterator[tuple[int, str
                 with Image.open(io.BytesIO(stream.read())) as opened:
                     picture = opened.convert("RGBA")
                 random = np.random.default_rng((seed, number, index))
-                for look in LOOKS:
-                    yield index, look, _LOOKS[look](picture, random)
+                for forward in LOOKS:
+                    yield index, forward, _LOOKS[forward](picture, random)
 
 
 def _code(path: str, package: Package) -> str:

@@ -23,24 +23,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from wordnet import VISIBLE, Nouns
 
-PHOTO = 0  #: the look of photographs; those of emoji are counted from 1
+PHOTO = 0  # the look of photographs; those of emoji are counted from 1
 
 
 @dataclass(frozen=True)
 class Settings:
     """Chosen on held-out names of TinyImageNet and of the emoji."""
 
-    features: int = 384  #: D
-    shrinkage: float = 0.3  #: s
-    emoji_weight: float = 0.3  #: of an emoji among the things
-    emoji_share: float = 0.2  #: of emoji in the covariance of pictures
-    looks_weight: float = 0.3  #: of the covariance of looks
-    kind_weight: float = 1.0  #: c
-    tree_weight: float = 0.5  #: of all names of WordNet together, where all other names weigh 1
-    tree_decay: float = 0.4  #: with every step from a name up to a kind that has pictures
+    features: int = 384  # D
+    shrinkage: float = 0.3  # s
+    emoji_weight: float = 0.3  # of an emoji among the things
+    emoji_share: float = 0.2  # of emoji in the covariance of pictures
+    looks_weight: float = 0.3  # of the covariance of looks
+    kind_weight: float = 1.0  # c
+    tree_weight: float = 0.5  # of all names of WordNet together, where all other names weigh 1
+    tree_decay: float = 0.4  # with every step from a name up to a kind that has pictures
     ridge: float = 1.0
     hidden: int = 384
-    draws: int = 2  #: of the noise of contexts
+    draws: int = 2  # of the noise of contexts
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Thing:
 
     name: str
     alternative: tuple[str, ...]
-    coarse: tuple[str, ...]  #: names of its kind
+    coarse: tuple[str, ...]  # names of its kind
     synset: int | None
-    drawn: bool  #: an emoji
+    drawn: bool  # an emoji
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,9 +60,9 @@ class Thing:
 
 @dataclass(frozen=True)
 class Pictures:
-    rows: Tensor  #: (n, d_in)
-    things: Tensor  #: (n,)
-    looks: Tensor  #: (n,)
+    rows: Tensor  # (n, d_in)
+    things: Tensor  # (n,)
+    looks: Tensor  # (n,)
 
     def of(self, kept: Tensor) -> Pictures:
         """The pictures of some things, told by a mask over all things."""
@@ -75,9 +75,9 @@ class Texts:
     """Names of things with their states behind every context, and names of WordNet with their states behind two."""
 
     names: list[str]
-    states: Tensor  #: (V, K, 384); the first contexts are "" and "a photo of a"
+    states: Tensor  # (V, K, 384); the first contexts are "" and "a photo of a"
     tree_names: list[tuple[str, int]]
-    tree_states: Tensor  #: (W, 384), means over those two contexts
+    tree_states: Tensor  # (W, 384), means over those two contexts
 
     @cached_property
     def at(self) -> dict[str, int]:
@@ -155,7 +155,7 @@ def _picture_space(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Whitening H, centre mu, and the places of the things that are present."""
     looks = pictures.looks.unique()
-    means = torch.stack([rows[pictures.looks == look].mean(0) for look in looks])
+    means = torch.stack([rows[pictures.looks == forward].mean(0) for forward in looks])
     plain = rows - means[torch.searchsorted(looks, pictures.looks)]
     index = torch.searchsorted(present, pictures.things)
     places = torch.zeros(len(present), rows.shape[1]).index_add(0, index, plain)

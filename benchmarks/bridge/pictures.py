@@ -15,15 +15,15 @@ from torch import Tensor
 from fedprompt.assets import prepare
 from fedprompt.backbones.assemble import assemble
 from fedprompt.backbones.catalog import CLIP_MEAN, CLIP_STD
+from fedprompt.backbones.key_mapping import canonical
 from fedprompt.backbones.load import CLIP_B16_SHAPE, load_backbone
-from fedprompt.backbones.names import canonical
 from fedprompt.backbones.vit import ViT
-from fedprompt.backbones.weights import read_file
+from fedprompt.backbones.weight_files import read_file
 from fedprompt.config import BackboneConfig, DataConfig
-from fedprompt.data.sources import open_source
-from fedprompt.data.transforms import normalise, resized
+from fedprompt.data.cache.pixel_store import normalise, resized
+from fedprompt.data.sources.open import open_source
 
-Ranks = tuple[int, int]  #: first and end of a cut of images per cell
+Ranks = tuple[int, int]  # first and end of a cut of images per cell
 ALL: Ranks = (0, 10**6)
 
 
@@ -33,11 +33,11 @@ class Plan:
 
     tower: str
     image_size: int
-    with_patches: bool  #: the bridge reads [CLS ; mean of the patches] and not CLS alone
+    with_patches: bool  # the bridge reads [CLS ; mean of the patches] and not CLS alone
     chunk: int
-    photos: tuple[Ranks, ...]  #: parts of TinyImageNet's training images
-    emoji: int | None  #: pictures of each emoji; None takes every font and look
-    report: dict[str, tuple[Ranks, ...]]  #: parts of the test images of the report sets
+    photos: tuple[Ranks, ...]  # parts of TinyImageNet's training images
+    emoji: int | None  # pictures of each emoji; None takes every font and look
+    report: dict[str, tuple[Ranks, ...]]  # parts of the test images of the report sets
 
 
 PLANS = {
@@ -76,9 +76,9 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Features:
-    rows: Tensor  #: (n, d_in), what a bridge reads
-    labels: Tensor  #: (n,)
-    looks: Tensor  #: (n,) domain of a report set, or look of an emoji
+    rows: Tensor  # (n, d_in), what a bridge reads
+    labels: Tensor  # (n,)
+    looks: Tensor  # (n,) domain of a report set, or look of an emoji
 
 
 class Gallery:
@@ -108,10 +108,10 @@ class Gallery:
         """All drawings, or one of each emoji, its font and look taking turns."""
         fonts: dict[tuple[int, str], int] = {}
         for index, name, picture in emoji.draw(self._packages, entries, seed):
-            font, look = fonts.get((index, name), 0), emoji.LOOKS.index(name)
+            font, forward = fonts.get((index, name), 0), emoji.LOOKS.index(name)
             fonts[index, name] = font + 1
-            if number is None or (font, look) == ((index // 3 + number) % 3, (index + number) % 3):
-                yield picture, index, look
+            if number is None or (font, forward) == ((index // 3 + number) % 3, (index + number) % 3):
+                yield picture, index, forward
 
     def _part(self, name: str, split: str, ranks: Ranks) -> Features:
         source = open_source(DataConfig(source=str(self._data / f"{name}.parquet")), self._cache)
@@ -134,10 +134,10 @@ class Gallery:
         labels: list[int] = []
         looks: list[int] = []
         waiting: list[np.ndarray] = []
-        for image, label, look in images:
+        for image, label, forward in images:
             waiting.append(resized(image, self._plan.image_size, "squash"))
             labels.append(label)
-            looks.append(look)
+            looks.append(forward)
             if len(waiting) == self._plan.chunk:
                 rows.append(self._features(np.stack(waiting)))
                 waiting.clear()

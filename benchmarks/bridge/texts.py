@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 from fedprompt.assets import prepare
 
 WIDTH = 384
-SOFT_SPREAD = 0.02  #: of a soft prompt at its beginning
+SOFT_SPREAD = 0.02  # of a soft prompt at its beginning
 SOFT_LENGTHS = (4, 16)
 BATCH = 256
 

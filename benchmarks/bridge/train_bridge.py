@@ -25,7 +25,8 @@ from pictures import PLANS, Gallery, clip_projection
 from safetensors.torch import save
 from torch import Tensor
 
-from fedprompt.assets import ASSETS, cache_directory, file_sha256, write_atomically
+from fedprompt.assets import ASSETS
+from fedprompt.io.files import cache_directory, file_sha256, write_atomically
 
 HERE = Path(__file__).parent
 BRIDGES = HERE.parents[1] / "src" / "fedprompt" / "backbones" / "bridges"
@@ -34,7 +35,7 @@ FOLDS = 5
 PHOTO_PREFIX = "a photo of a"
 REPORT_SETS = ("pacs", "office_caltech10", "cifar10", "oxford_pets", "caltech101")
 SCALES = (8.0, 10.0, 14.0, 20.0, 28.0, 40.0, 56.0)
-PLANTS, PLANTS_KEPT = 17222, 3  #: of the very many plants of WordNet, every third
+PLANTS, PLANTS_KEPT = 17222, 3  # of the very many plants of WordNet, every third
 PERMUTATIONS = 20
 
 

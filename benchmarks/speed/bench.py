@@ -29,8 +29,8 @@ from peers import QUIET, REQUIREMENTS, Unavailable, environment, printed, take_t
 from toy import job
 
 HERE = Path(__file__).resolve().parent
-STEP_SECONDS = 1800  #: the longest a part may take
-POINTS_APART = 0.03  #: of accuracy, that two sides of the toy job may be at its end
+STEP_SECONDS = 1800  # the longest a part may take
+POINTS_APART = 0.03  # of accuracy, that two sides of the toy job may be at its end
 START = {
     "data": {"source": "embedded", "train_per_cell": 10, "test_per_cell": 10},
     "partition": {"scheme": "domains", "clients": 6, "domains_per_client": 2},
@@ -38,7 +38,7 @@ START = {
     "train": {"batch_size": 5},
     "federation": {"rounds": 1, "fraction": 0.2, "evaluate_clients": 1},
     "method": {"name": "fedvpt", "prompt_tokens": 4},
-}  #: one round of the demo, with one client
+}  # one round of the demo, with one client
 
 
 @dataclass(frozen=True)

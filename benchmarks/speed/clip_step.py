@@ -30,9 +30,9 @@ from torch import Tensor
 
 from fedprompt.backbones import layers
 from fedprompt.backbones.projection import Projection
+from fedprompt.backbones.random_weights import random_tensors, random_vit
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.backbones.text import CausalTower, TextShape, text_tensor_shapes
-from fedprompt.backbones.tiny import random_tensors, random_vit
+from fedprompt.backbones.text_tower import CausalTower, TextShape, text_tensor_shapes
 
 SHAPE = TextShape(
     width=512,
@@ -49,7 +49,7 @@ VISION = ViTShape(
 )
 FEATURES, SCALE = 512, 100.0
 BATCH, CONTEXT_TOKENS = 32, 16
-CLASSES_BY_LENGTH = {1: 50, 2: 33, 3: 13, 4: 4}  #: how many class names have so many tokens
+CLASSES_BY_LENGTH = {1: 50, 2: 33, 3: 13, 4: 4}  # how many class names have so many tokens
 STOP, START, END = 269, 49406, 49407
 TOLERANCE = 1e-5
 
@@ -113,8 +113,8 @@ def naive_images() -> Callable[[], Tensor]:
 class Step:
     """What a step cost and what came out."""
 
-    image: float  #: CPU seconds of the image side
-    text: float  #: and of the rest
+    image: float  # CPU seconds of the image side
+    text: float  # and of the rest
     loss: Tensor
     gradient: Tensor
 

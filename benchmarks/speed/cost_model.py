@@ -37,25 +37,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedprompt import registry
 from fedprompt.config import parse
-from fedprompt.data.client_names import NumberedNames
-from fedprompt.evaluation.metrics import ClientResult
-from fedprompt.federation import wire
+from fedprompt.core import registry, wire
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.core.messages import LocalUpdate
+from fedprompt.core.method import Method, Server, Upload, World
+from fedprompt.core.roles import Roles
+from fedprompt.data.partition.client_names import NumberedNames
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.messages import Reply
-from fedprompt.federation.rounds import Federation, Observer
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.federation.store import RoundRecord, RunStore
-from fedprompt.method import Method, Server, Upload, World
-from fedprompt.prompts.contexts import Language
-from fedprompt.roles import Roles, Tensors
-from fedprompt.streams import SERVER, stream
+from fedprompt.federation.loop import Federation, Observer
+from fedprompt.metrics.accuracy import ClientResult
+from fedprompt.modules.contexts import Language
+from fedprompt.random_streams import SERVER, Stream, stream
+from fedprompt.runs.store import RoundRecord, RunStore
+from fedprompt.tensors import Tensors
 
 CLASSES = 100
 TEXT_WIDTH = FEATURES = 512
-FLOAT = 4  #: bytes of a number
-RESULT = 500  #: bytes of one client's result in run.db; as many clients are tested as train
+FLOAT = 4  # bytes of a number
+RESULT = 500  # bytes of one client's result in run.db; as many clients are tested as train
 
 
 def language() -> Language:
@@ -119,14 +119,14 @@ class Instant:
     def __post_init__(self) -> None:
         self._answered: list[int] = []
 
-    def survey(self, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply]:
+    def survey(self, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[LocalUpdate]:
         return iter(())
 
-    def train(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply]:
+    def train(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[LocalUpdate]:
         for client in clients:
             download(client)
             self._answered.append(client)
-            yield Reply(client, round, self.upload, 10, 0.5)
+            yield LocalUpdate(client, round, self.upload, 10, 0.5)
 
     def evaluate(
         self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]
@@ -157,8 +157,8 @@ class Averaged(Method):
     numbers: int = 1
     own: int = 1
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
-        shared, own = (torch.randn(count, generator=generator) for count in (self.numbers, self.own))
+    def init(self, world: World, generator: Stream) -> Roles:
+        shared, own = (generator.normal(count) for count in (self.numbers, self.own))
         return Roles(shared={"prompt": shared}, server={"own": own})
 
 

@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "federation.yaml"
 BIN = Path(sys.executable).parent
-WARM = 2  #: rounds that are left out
+WARM = 2  # rounds that are left out
 PATIENCE = 900.0
 ENVIRONMENT = {
     **os.environ,
@@ -53,8 +53,8 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedprompt.engines.flower.grid import answered, order_in
-from fedprompt.engines.node import Site
+from fedprompt.engines.flower.transport import answered, order_in
+from fedprompt.engines.remote.node import Site
 
 client_app = ClientApp()
 
@@ -121,7 +121,7 @@ def measure(scratch: Path, rounds: int, clients: int) -> dict[str, Any]:
 
 def of_rounds(directory: Path, name: str) -> list[float]:
     """Seconds of every round of a run, all phases together."""
-    from fedprompt.run import Run
+    from fedprompt.runs.run import Run
 
     (path,) = directory.glob(f"{name}-*")
     run = Run(path)
@@ -172,10 +172,10 @@ def nodes(scratch: Path, sites: dict[str, Path], port: int, each: bool) -> Itera
 
 def submit_with_code(scratch: Path, sites: dict[str, Path], overrides: Sequence[str]) -> None:
     """A run whose app carries the code that Flower starts for every message."""
-    from fedprompt import config_files
-    from fedprompt.deploy.flower import environment
+    from fedprompt.config import config_files
+    from fedprompt.deploy.flower_cli import environment
     from fedprompt.deploy.folders import ServerFolder
-    from fedprompt.deploy.runs import app_text
+    from fedprompt.deploy.submit import app_text
 
     (config,) = config_files.load(CONFIG, [*overrides, "name=sites", "engine.kind=flower"])
     values = config.model_dump(mode="json")
@@ -185,7 +185,7 @@ def submit_with_code(scratch: Path, sites: dict[str, Path], overrides: Sequence[
     (app / "per_message" / "__init__.py").write_text("")
     (app / "per_message" / "app.py").write_text(PER_MESSAGE)
     text = app_text(json.dumps(values), False).replace(
-        "fedprompt.engines.flower.app:client_app", "per_message.app:client_app"
+        "fedprompt.deploy.server_app:client_app", "per_message.app:client_app"
     )
     (app / "pyproject.toml").write_text(text)
     folder = ServerFolder.load(scratch / "server")

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from fedprompt.assets import cache_directory
+from fedprompt.io.files import cache_directory
 
 REQUIREMENTS = {
     "pfl": ("pfl[pytorch]==0.6.0", "torch==2.13.0"),
@@ -30,7 +30,7 @@ QUIET = {
 }
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 INSTALL_SECONDS, ANSWER_SECONDS, END_SECONDS = 1200, 300, 30
-MARK = "FEDPROMPT_BENCH"  #: an environment variable by which processes that a worker left behind are found
+MARK = "FEDPROMPT_BENCH"  # an environment variable by which processes that a worker left behind are found
 
 
 class Unavailable(Exception):

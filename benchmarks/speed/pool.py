@@ -4,7 +4,7 @@ A run file is filled with prompts, and a cohort of 100 clients asks for its 9 ne
 a fresh process with one thread. Seconds are CPU time, so that other work on the machine counts little; megabytes are the peak of
 the process beyond what it held before the pool was opened.
 
-* `exact`: one pass over the run file in bounded blocks (`prompts/neighbours.py`).
+* `exact`: one pass over the run file in bounded blocks (`modules/knn.py`).
 * `approximate`: building the index (once per process), then a cohort. Below 20,000 rows a federation searches exactly anyway.
   Recall is the share of the exact neighbours it finds, the distance how far away those are that it finds, over that of the exact ones.
 * `one by one`: the naive search for two of the clients with all rows in memory, times 50.
@@ -32,16 +32,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedprompt.core.pool import Pool
 from fedprompt.federation import pool_index
-from fedprompt.federation.pool import StoredRows
-from fedprompt.federation.store import RoundRecord, RunReader, RunStore
-from fedprompt.pool import Pool
+from fedprompt.federation.stored_pool import StoredRows
+from fedprompt.runs.store import RoundRecord, RunReader, RunStore
 
 COHORT, WANTED = 100, 9
 SHORT, LONG = (4, 512), (16, 512)
-AT_ONCE = 5000  #: rows of a commit
+AT_ONCE = 5000  # rows of a commit
 PROMPTS = ("random", "clustered", "directions")
-ONE_BY_ONE = 2  #: clients of the naive search
+ONE_BY_ONE = 2  # clients of the naive search
 
 Finding = dict[str, Any]
 
@@ -89,7 +89,7 @@ def search(folder: Path, approximate: bool) -> Finding:
         pool.nearest(cohort[0], WANTED, True)
         found["CPU seconds to build"] = time.process_time() - begin
         begin = time.process_time()
-    asked = pool.asked_by(cohort)
+    asked = pool.for_clients(cohort)
     neighbours = [asked.nearest(client, WANTED, approximate) for client in cohort]
     found |= {"CPU seconds": time.process_time() - begin, "MB": peak_megabytes() - before}
     found["distance"] = sum(mean_distance(pool, *pair) for pair in zip(cohort, neighbours, strict=True)) / COHORT

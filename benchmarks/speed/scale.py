@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fedprompt.data.base import Source
+from fedprompt.data.sources.base import Source
 
 COHORT = TESTED = 20
 CLASSES = 10
-TRAIN, TEST = 4, 2  #: images of a client
+TRAIN, TEST = 4, 2  # images of a client
 SIDE = 32
 
 
@@ -80,12 +80,13 @@ def megabytes_now() -> float:
 
 def run_one(clients: int, rounds: int, scheme: str, folder: Path, started: float) -> dict[str, Any]:
     """One size, in this process; `started` is the wall clock when it was started."""
-    import fedprompt.experiment as front_door
+    from fedprompt.client import factory
     from fedprompt.config import DataConfig, PartitionConfig
-    from fedprompt.data.manifest import Manifest
-    from fedprompt.data.partition import make_manifest
-    from fedprompt.federation.rounds import Observer
-    from fedprompt.federation.store import RoundRecord
+    from fedprompt.data.partition.divide import make_manifest
+    from fedprompt.data.partition.manifest import Manifest
+    from fedprompt.experiment import Experiment
+    from fedprompt.federation.loop import Observer
+    from fedprompt.runs.store import RoundRecord
 
     class Watch(Observer):
         def __init__(self) -> None:
@@ -110,10 +111,10 @@ def run_one(clients: int, rounds: int, scheme: str, folder: Path, started: float
         return made
 
     source = MadeUp(clients)
-    front_door.open_both = lambda data, cache: (source, None)  # type: ignore[assignment]  # the one thing that is not real
-    front_door.make_manifest = timed_manifest
+    factory.open_both = lambda data, cache: (source, None)  # type: ignore[assignment]  # the one thing that is not real
+    factory.make_manifest = timed_manifest
     watch = Watch()
-    experiment = front_door.Experiment(settings(clients, rounds, scheme, folder))
+    experiment = Experiment(settings(clients, rounds, scheme, folder))
     run = experiment.run(observer=watch)
     records = run.rounds()[1:]
     phases = sorted({phase for record in records for phase in record.seconds})

@@ -36,20 +36,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedprompt.backbones.random_weights import random_vit
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.backbones.tiny import random_vit
 from fedprompt.backbones.vit import ViT
-from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.modules.insertion import VisionPrompt
 
 SHAPE = ViTShape(width=768, depth=12, heads=12, mlp_width=3072, patch=16, image_size=224)
 BATCH, POOL, PROMPT_TOKENS, CLASSES = 8, 4, 10, 100
-PEAK_SIDE = 3072  #: of the square matrices whose product tells the peak
+PEAK_SIDE = 3072  # of the square matrices whose product tells the peak
 TOLERANCE = 1e-5
 
 Leaves = dict[str, Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Way = Callable[[Leaves], Tensor]
-Result = tuple[Tensor, Leaves]  #: features and gradients
+Result = tuple[Tensor, Leaves]  # features and gradients
 Sizes = Sequence[int]
 
 

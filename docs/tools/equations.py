@@ -12,7 +12,7 @@ from typing import Any
 from latex2mathml.converter import convert
 
 MARKED = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-UNREAD = re.compile(r"\\[A-Za-z]+|&amp;")  #: what the converter does not know it leaves as text
+UNREAD = re.compile(r"\\[A-Za-z]+|&amp;")  # what the converter does not know it leaves as text
 
 
 def on_page_content(text: str, page: Any, **_: Any) -> str:

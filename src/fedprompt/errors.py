@@ -3,7 +3,7 @@
 The command line prints the message alone and exits with the code; `docs/cli.md` lists the codes.
 """
 
-LONGEST_VALUE = 1000  #: characters of a bad value that a message shows
+LONGEST_VALUE = 1000  # characters of a bad value that a message shows
 
 
 class FedpromptError(Exception):

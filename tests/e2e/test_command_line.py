@@ -1,22 +1,24 @@
-"""The command line as a person uses it: its own process, its exit codes, its words."""
+"""The command line as a person uses it: its own process, its exit codes, its words.
+
+What an interpreter that has just started says or imports is asked of such ones, `fresh`; the other processes are warm ones.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import command_line
+from warm_processes import Call, Started, command_line
 
 pytestmark = pytest.mark.e2e
-
-Call = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -26,7 +28,21 @@ def call(tmp_path: Path) -> Call:
     return command_line(tmp_path)
 
 
-def test_help_does_not_import_torch(call: Call) -> None:
+@pytest.fixture
+def fresh(tmp_path: Path) -> Call:
+    """The same in an interpreter that has imported nothing yet."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "FEDPROMPT_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"}
+        command = [sys.executable, "-m", "fedprompt.cli", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False
+        )
+
+    return run
+
+
+def test_help_does_not_import_torch() -> None:
     code = (
         "import sys; sys.argv = ['fedprompt', '--help']\n"
         "from fedprompt.cli import app\n"
@@ -40,13 +56,13 @@ def test_help_does_not_import_torch(call: Call) -> None:
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
-    code = "import sys, fedprompt, fedprompt.config, fedprompt.run, fedprompt.assets; assert 'torch' not in sys.modules"
+    code = "import sys, fedprompt, fedprompt.config, fedprompt.runs.run, fedprompt.assets; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_run_compare_and_report(call: Call, config: Any, tmp_path: Path) -> None:
+def test_run_compare_and_report(call: Call, fresh: Call, config: Any, tmp_path: Path) -> None:
     path = config(name="both", sweep={"method": ["head_tune", {"name": "fedvpt", "prompt_tokens": 2}]})
-    done = call("run", path, "--seed", "0,1")
+    done = fresh("run", path, "--seed", "0,1")
     assert done.returncode == 0, done.stderr
     assert "round 2/2" in done.stderr
     assert "head_tune" in done.stdout
@@ -64,7 +80,7 @@ def test_run_compare_and_report(call: Call, config: Any, tmp_path: Path) -> None
     assert (tmp_path / "out/report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_output_is_json_and_nothing_else(call: Call, config: Any) -> None:
+def test_json_output_is_json_and_nothing_else(call: Call, fresh: Call, config: Any) -> None:
     path = config(method={"name": "head_tune"})
     for arguments in (
         ["run", path, "--json"],
@@ -76,7 +92,7 @@ def test_json_output_is_json_and_nothing_else(call: Call, config: Any) -> None:
         ["doctor", "--json"],
         ["assets", "--json"],
     ):
-        done = call(*arguments)
+        done = (fresh if arguments[0] == "run" else call)(*arguments)  # imports may print, too
         assert done.returncode == 0, (arguments, done.stderr)
         assert json.loads(done.stdout), arguments
 
@@ -170,8 +186,8 @@ def test_bad_input_is_told_by_field_rule_and_value(
     assert ended == code
 
 
-def test_an_error_is_one_line_without_a_traceback(call: Call, config: Any) -> None:
-    done = call("run", config(), "federation.fraction=1.5")
+def test_an_error_is_one_line_without_a_traceback(fresh: Call, config: Any) -> None:
+    done = fresh("run", config(), "federation.fraction=1.5")
     assert done.stderr == "error: federation.fraction must be less than or equal to 1, got 1.5\n"
     assert done.returncode == 2
 
@@ -200,25 +216,11 @@ def test_a_disk_that_fills_up_leaves_the_finished_rounds(call: Call, config: Any
         method={"name": "fedvpt", "prompt_tokens": 200},
         federation={"rounds": 200, "evaluate_every": 100, "evaluate_last": 0},
     )
-    code = (
-        "import resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
-        f"sys.argv = ['fedprompt', 'run', {path!r}, '--quiet']\n"
-        "from fedprompt.cli import main\n"
-        "main()\n"
-    )
-    environment = {**os.environ, "FEDPROMPT_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 7, done.stderr
-    assert "output.directory must be writable and have room" in done.stderr
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (300_000, 300_000))
+    cache = str(tmp_path / "cache")
+    done = Started(tmp_path, ("run", path, "--quiet"), plant=limit, FEDPROMPT_CACHE=cache).end()
+    assert done.code == 7, done.words
+    assert "output.directory must be writable and have room" in done.words
     rows = json.loads(call("compare", "runs", "--json").stdout)
     assert 1 <= rows[0]["rounds"] < 200
 

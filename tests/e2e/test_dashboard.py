@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,33 +13,49 @@ from typing import TYPE_CHECKING
 import pytest
 from browser import Watched, focused, sideways
 from dashboard_support import begin, commit, write
+from warm_processes import Started
 
-from fedprompt.federation.store import FILE
-from fedprompt.report import tables
-from fedprompt.run import Run
+from fedprompt.report import comparison_table
+from fedprompt.runs.run import Run
+from fedprompt.runs.store import FILE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.e2e
 
-PATIENCE = 120_000  #: milliseconds; a busy machine is no error
+PATIENCE = 120_000  # milliseconds; a busy machine is no error
+HASTE = (
+    "const slow = setTimeout; setTimeout = (call, pause) => slow(call, pause / 6)"  # between two questions of a page
+)
 Open = Callable[..., "Page"]
 
 
 @contextmanager
-def serving(folder: Path, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The command in a process of its own, and its address."""
-    command = [sys.executable, "-m", "fedprompt.cli", "dashboard", str(folder), "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+def serving(folder: Path, port: int = 0) -> Iterator[str]:
+    """The command in a process of its own; its address."""
+    process = Started(folder.parent, ("dashboard", str(folder), "--port", str(port)), plant=looks_often)
     try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
+        process.wait_for("(Ctrl-C ends it)")
+        found = re.search(r"http://\S+", process.words)
         assert found is not None
-        yield found[0], process
+        yield found[0]
     finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.interrupt()
+        process.end()
+
+
+def looks_often() -> None:
+    """Plant: a server that sees new runs sooner, and knows sooner that a run was stopped where no locks can be seen."""
+    from fedprompt.dashboard import liveness, run_list
+
+    run_list.SCAN, liveness.RECENT = 0.1, 3.0
+
+
+def hurried(page: Page) -> Page:
+    page.set_default_timeout(PATIENCE)
+    page.add_init_script(HASTE)
+    return page
 
 
 @pytest.fixture
@@ -53,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(folder: Path) -> Iterator[str]:
-    with serving(folder) as (found, _):
+    with serving(folder) as found:
         yield found
 
 
@@ -64,8 +77,7 @@ def visit(browser: Browser, address: str) -> Iterator[Open]:
     pages: list[Page] = []
 
     def make(view: str = "#/", width: int = 1280, height: int = 900) -> Page:
-        page = browser.new_page(viewport={"width": width, "height": height})
-        page.set_default_timeout(PATIENCE)
+        page = hurried(browser.new_page(viewport={"width": width, "height": height}))
         watched.append(Watched(page))
         pages.append(page)
         page.goto(address + view)
@@ -129,11 +141,8 @@ def test_a_running_experiment_is_followed_until_it_is_stopped(
 ) -> None:
     page = visit()
     wait_for(page, ".notice", "No runs in")
-    command = [sys.executable, "-m", "fedprompt.cli", "run", config(federation={"rounds": 5000}), "--quiet"]
-    environment = {**os.environ, "FEDPROMPT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    training = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    cache = str(tmp_path / "cache")
+    training = Started(tmp_path, ("run", config(federation={"rounds": 5000}), "--quiet"), FEDPROMPT_CACHE=cache)
     try:
         wait_for(page, ".badge", "running")  # it appeared by itself
         choose(page, "tiny-fedvpt-seed0")
@@ -146,8 +155,8 @@ def test_a_running_experiment_is_followed_until_it_is_stopped(
         page.wait_for_selector(".chart path.curve", state="attached")
         assert text(page, ".tile:has-text('Left') .value") != "–"
     finally:
-        training.send_signal(signal.SIGINT)
-        training.communicate(timeout=120)
+        training.interrupt()
+        training.end()
     wait_for(page, ".heading .badge", "stopped")
     store = Run(tmp_path / "runs" / "tiny-fedvpt-seed0")
     wait_for(page, ".tile .value", f"{store.rounds()[-1].round} / 5000")
@@ -188,12 +197,12 @@ def test_ticked_runs_are_compared_as_the_command_does(folder: Path, visit: Open)
     page.get_by_role("link", name="Compare").click()
     page.wait_for_selector("table.comparison tbody tr")
     opened = [Run(folder / name) for name in names]
-    made = tables.comparison(opened)
-    expected = [[cell.text for cell in line] for line in tables.cells(made, tables.columns(made))]
+    made = comparison_table.comparison(opened)
+    expected = [[cell.text for cell in line] for line in comparison_table.cells(made, comparison_table.columns(made))]
     shown = [line.locator("th, td").all_inner_texts() for line in page.locator("table.comparison tbody tr").all()]
     assert shown == expected
     assert page.locator("table.comparison b").all_inner_texts() == [
-        cell.text for line in tables.cells(made, tables.columns(made)) for cell in line if cell.bold
+        cell.text for line in comparison_table.cells(made, comparison_table.columns(made)) for cell in line if cell.bold
     ]
     assert page.locator("figure.chart").count() == 3
     assert page.locator("figure.chart").first.locator("g path.curve").count() == 2
@@ -243,9 +252,8 @@ def test_the_page_of_a_run_outlives_its_damage_deletion_and_return(folder: Path,
 
 def test_a_lost_connection_is_told_and_found_again(folder: Path, browser: Browser) -> None:
     write(folder / "run", [[5]])
-    page = browser.new_page()
-    page.set_default_timeout(PATIENCE)
-    with serving(folder) as (address, _):
+    page = hurried(browser.new_page())
+    with serving(folder) as address:
         page.goto(address)
         wait_for(page, ".col-name a", "run")
     wait_for(page, ".connection", "Lost connection")
@@ -330,8 +338,7 @@ def test_everything_can_be_reached_with_the_keyboard(folder: Path, visit: Open) 
 
 def test_a_dark_page_stays_readable(folder: Path, browser: Browser, address: str) -> None:
     write(folder / "run", [[5]])
-    page = browser.new_page(color_scheme="dark")
-    page.set_default_timeout(PATIENCE)
+    page = hurried(browser.new_page(color_scheme="dark"))
     page.goto(address)
     wait_for(page, ".col-name a", "run")
     shades = page.evaluate(

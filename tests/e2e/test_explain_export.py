@@ -6,20 +6,17 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from by_post import tiny_settings
 from documented_code import PLAIN
-from support import command_line
+from remote_run import tiny_settings
+from warm_processes import Call, command_line
 
-from fedprompt.data.tiny import TinySource
+from fedprompt.data.sources.synthetic import TinySource
 
 pytestmark = pytest.mark.e2e
-
-Call = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")

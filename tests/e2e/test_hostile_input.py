@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import command_line
+from warm_processes import command_line
 
 pytestmark = pytest.mark.e2e
 

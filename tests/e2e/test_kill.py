@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from faults import Started
 from support import content
+from warm_processes import Started
 
 from fedprompt.errors import FedpromptError
-from fedprompt.run import Run
+from fedprompt.runs.run import Run
 
 pytestmark = pytest.mark.e2e
 

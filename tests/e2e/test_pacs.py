@@ -8,7 +8,8 @@ import pytest
 from conftest import ROOT, SHARED
 from support import run
 
-from fedprompt import config, config_files
+from fedprompt import config
+from fedprompt.config import config_files
 
 IMAGES = SHARED / "data" / "pacs.parquet"
 WEIGHTS = SHARED / "weights" / "vit_tiny_patch16_224.safetensors"

@@ -6,21 +6,19 @@ import csv
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from by_post import exported, tiny_settings
-from support import command_line
+from remote_run import exported, tiny_settings
+from warm_processes import Call, command_line
 
-from fedprompt.data.tiny import TinySource
-from fedprompt.run import Run
+from fedprompt.data.sources.synthetic import TinySource
+from fedprompt.runs.run import Run
 
 pytestmark = pytest.mark.e2e
 
-Call = Callable[..., subprocess.CompletedProcess[str]]
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "predict.md"
 
 

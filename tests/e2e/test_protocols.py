@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from support import command_line
+from warm_processes import Call, command_line
 
-from fedprompt.run import Run
+from fedprompt.runs.run import Run
 
 pytestmark = pytest.mark.e2e
-
-Call = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-A4 = 794 - 98  #: CSS pixels between the margins
+A4 = 794 - 98  # CSS pixels between the margins
 
 
 @pytest.fixture(scope="module")

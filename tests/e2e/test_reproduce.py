@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
-from faults import Started, call
 from support import content
+from warm_processes import Started, call
 
-from fedprompt.run import Run
+from fedprompt.runs.run import Run
 
 pytestmark = pytest.mark.e2e
 

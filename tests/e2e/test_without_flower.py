@@ -13,7 +13,7 @@ from fedprompt.errors import ConfigError
 
 pytestmark = pytest.mark.e2e
 
-MISSING = ("flwr", "ray", "cryptography", "httpx", "fastapi", "starlette", "uvicorn")  #: what the extra alone brings
+MISSING = ("flwr", "ray", "cryptography", "httpx", "fastapi", "starlette", "uvicorn")  # what the extra alone brings
 ASKED = {
     "a run": "run tiny.yaml --quiet",
     "help": "federate --help",

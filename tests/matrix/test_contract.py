@@ -25,18 +25,19 @@ from support import (
 )
 from torch import Tensor
 
-import fedprompt.experiment
-from fedprompt import registry
 from fedprompt.backbones.vit import ViT
-from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import look, make_batch
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import Batch, Method, Prompts, Seen, World
-from fedprompt.prompts.insertion import VisionPrompt
-from fedprompt.roles import Tensors
-from fedprompt.streams import stream
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import forward, make_batch
+from fedprompt.core import registry
+from fedprompt.core.method import Batch, Method, Prompts, Seen, Server, Upload, World
+from fedprompt.data.cache.pixel_store import ImageStore
+from fedprompt.engines import kinds
+from fedprompt.features.image_bank import ImageBank
+from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.random_streams import stream
+from fedprompt.runs.run import Run
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.matrix
 
@@ -51,7 +52,8 @@ def tiny(settings: Any) -> Any:
     def make(**changes: Any) -> dict[str, Any]:
         federation = {"rounds": 2, "fraction": 0.5, **changes.pop("federation", {})}
         train = changes.pop("train", {"momentum": 0.0})
-        return settings(train=train, federation=federation, **changes)
+        data = {"train_per_cell": 2, "test_per_cell": 1}  # two batches of a client, the second not full
+        return settings(data=data, train=train, federation=federation, **changes)
 
     return make
 
@@ -93,25 +95,18 @@ def test_the_bytes_of_a_survey_are_those_that_were_sent(tiny: Any) -> None:
 def test_the_order_of_clients_changes_nothing(method: Method, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = {"federation": {"fraction": 1.0, "rounds": 2}, "engine": {"cohort": 2}}
     forward = run(tiny(name="forward", **rounds), method)
-    monkeypatch.setattr(fedprompt.experiment, "InProcess", Backwards)
+    monkeypatch.setattr(kinds, "InProcess", Backwards)
     backward = run(tiny(name="backward", **rounds), method)
     assert content(forward) == content(backward)
 
 
-def test_the_server_holds_no_local_tensor(method: Method, tiny: Any) -> None:
-    done = run(tiny(), method)
-    _, _, _, world = experiment(tiny(), method).prepare()
-    assert set(shared_tensors(done)) == set(world.roles.shared)
-    assert not set(server_tensors(done)) & set(world.roles.local)
-
-
 def test_a_client_that_was_not_picked_keeps_its_bytes(method: Method, tiny: Any) -> None:
+    values = tiny(seed=2, federation={"rounds": 6, "fraction": 0.25})
     with pytest.raises(Stopped):
-        run(tiny(federation={"rounds": 6, "fraction": 0.25}), method, StopAfter(3))
-    directory = tiny()["output"]["directory"]
-    before = fedprompt.Run(f"{directory}/tiny-fedvpt-seed0")
+        run(values, method, StopAfter(3))
+    before = Run(experiment(values, method).config.run_directory)
     states = {client: (round, blob) for client, round, blob in before.reader.client_states()}
-    after = run(tiny(federation={"rounds": 6, "fraction": 0.25}), method, resume=True)
+    after = run(values, method, resume=True)
     later = {client for record in after.rounds() if record.round > 3 for client in record.cohort}
     rested = [client for client in states if client not in later]
     assert rested, "the seed must leave a client out of the last rounds"
@@ -119,15 +114,16 @@ def test_a_client_that_was_not_picked_keeps_its_bytes(method: Method, tiny: Any)
         assert after.reader.client_state(client) == states[client][1]
 
 
-def test_a_client_keeps_exactly_its_declared_local_tensors(method: Method, tiny: Any) -> None:
-    done = run(tiny(), method)
-    _, _, _, world = experiment(tiny(), method).prepare()
-    client = done.rounds()[-1].cohort[0]
-    assert set(local_tensors(done, client)) == set(world.roles.local)
-
-
-def test_every_client_is_evaluated_even_if_it_never_trained(method: Method, tiny: Any) -> None:
-    done = run(tiny(federation={"rounds": 1, "fraction": 0.25}), method)
+def test_tensors_are_where_they_were_declared_and_every_client_is_evaluated(method: Method, tiny: Any) -> None:
+    """The server holds no local tensor, a client keeps exactly its own, and one that never trained is evaluated, too."""
+    done = run(tiny(federation={"fraction": 0.25}), method)
+    _, _, _, world = experiment(tiny(), method).factory.prepare()
+    assert set(shared_tensors(done)) == set(world.roles.shared)
+    assert not set(server_tensors(done)) & set(world.roles.local)
+    trained = {client for record in done.rounds() for client in record.cohort}
+    assert 1 <= len(trained) < 4
+    for client in trained:
+        assert set(local_tensors(done, client)) == set(world.roles.local)
     assert len(done.client_accuracies()) == 4
 
 
@@ -144,7 +140,7 @@ def test_folding_clients_into_one_batch_equals_one_client_at_a_time(method: Meth
         noise = step.noise(world, len(positions), True, stream(0, 1, client, "noise"))
         leaves = {name: own[name].detach().requires_grad_() for name in trainable}
         full = {**own, **leaves}
-        seen = look(step, world, full, images, positions, batch, noise)
+        seen = forward(step, world, full, images, positions, batch, noise)
         logits = step.logits(world, full, seen, batch, noise)
         loss = step.loss(world, full, logits, seen, batch, noise)
         if trainable:
@@ -167,13 +163,15 @@ def test_folding_clients_into_one_batch_equals_one_client_at_a_time(method: Meth
 
 def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRuntime, list[Tensors]]:
     made = experiment(tiny(), method)
-    source, manifest, backbone, world = made.prepare()
-    server = fedprompt.method.Server(world.roles.shared, world.roles.server)
-    bank = ImageBank(source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone)
+    source, manifest, backbone, world = made.factory.prepare()
+    server = Server(world.roles.shared, world.roles.server)
+    bank = ImageBank(
+        source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.factory.cache), backbone
+    )
     runtime = ClientRuntime(made.config, world, method, bank, ClientStates(lambda client: None), source.domain_names)
     if world.roles.statistics("start"):
         replies = [runtime.survey(client, method.download(world, server, client)) for client in range(world.clients)]
-        uploads = [fedprompt.method.Upload(reply.client, reply.upload, 0.25) for reply in replies]
+        uploads = [Upload(reply.client, reply.upload, 0.25) for reply in replies]
         server = method.survey(world, server, uploads)
     generator = torch.Generator().manual_seed(0)
     params = []

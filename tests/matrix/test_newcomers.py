@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support import StopAfter, Stopped, content, run
 
-from fedprompt import registry
-from fedprompt.federation.sampling import sample_newcomers
-from fedprompt.method import Method
+from fedprompt.core import registry
+from fedprompt.core.client_sampling import sample_newcomers
+from fedprompt.core.method import Method
 from fedprompt.methods.fedvpt import FedVPT
 
 pytestmark = pytest.mark.matrix

@@ -11,12 +11,12 @@ from hard_users import HARD_USERS
 from support import experiment, run, server_tensors, shared_tensors, worst_difference
 from torch import Tensor
 
-import fedprompt.experiment
-from fedprompt import registry
-from fedprompt.engines.inprocess import InProcess
+from fedprompt.core import registry
+from fedprompt.core.messages import Failure, LocalUpdate
+from fedprompt.core.method import Method
+from fedprompt.engines import kinds
+from fedprompt.engines.in_process import InProcess
 from fedprompt.errors import ConfigError
-from fedprompt.federation.messages import Failure, Reply
-from fedprompt.method import Method
 from fedprompt.methods.fedvpt import FedVPT
 
 pytestmark = pytest.mark.matrix
@@ -49,7 +49,7 @@ def test_a_robust_rule_takes_a_wild_client_better_than_the_mean(method: Method, 
     mean = worst_difference(shared_tensors(run(one_round(name="mean", attack=attack), method)), honest)
     robust = shared_tensors(run(one_round(name="median", attack=attack, aggregation={"rule": "median"}), method))
     assert all(tensor.isfinite().all() for tensor in robust.values())
-    chosen = any(each.choice for each in experiment(one_round(), method).prepare()[3].roles.stat.values())
+    chosen = any(each.choice for each in experiment(one_round(), method).factory.prepare()[3].roles.stat.values())
     if (
         mean > 1 and not chosen
     ):  # some share little in their first round; a liar who chooses its group may be alone in it
@@ -60,7 +60,7 @@ def test_a_secure_sum_changes_nothing_but_what_the_server_sees(method: Method, o
     secure = one_round(name="secure", federation={"secure_sum": True})
     if not method.sums_suffice:
         with pytest.raises(ConfigError, match=r"federation\.secure_sum must be false for method"):
-            experiment(secure, method).prepare()
+            experiment(secure, method).factory.prepare()
         return
     plain = run(one_round(name="plain"), method)
     hidden = run(secure, method)
@@ -76,8 +76,8 @@ def test_noise_reaches_everything_a_method_uploads(
     """Every tensor of every upload is another one with a little noise, unless the method is refused with a reason."""
 
     def uploads(name: str, **changes: Any) -> dict[tuple[int, str], Tensor]:
-        seen: list[Reply] = []
-        monkeypatch.setattr(fedprompt.experiment, "InProcess", type("Watching", (Recorded,), {"seen": seen}))
+        seen: list[LocalUpdate] = []
+        monkeypatch.setattr(kinds, "InProcess", type("Watching", (Recorded,), {"seen": seen}))
         run(one_round(name=name, **changes), method)
         return {(reply.client, key): tensor for reply in seen for key, tensor in reply.upload.items()}
 
@@ -96,10 +96,10 @@ def test_noise_reaches_everything_a_method_uploads(
 class Recorded(InProcess):
     """Keeps what clients sent."""
 
-    seen: list[Reply]
+    seen: list[LocalUpdate]
 
-    def train(self, round: int, clients: Sequence[int], download: Any) -> Iterator[Reply | Failure]:
+    def train(self, round: int, clients: Sequence[int], download: Any) -> Iterator[LocalUpdate | Failure]:
         for message in super().train(round, clients, download):
-            assert isinstance(message, Reply)
+            assert isinstance(message, LocalUpdate)
             type(self).seen.append(message)
             yield message

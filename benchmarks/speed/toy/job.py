@@ -23,7 +23,7 @@ from torch import Tensor, nn
 CLIENTS, COHORT, ROUNDS = 100, 10, 20
 SAMPLES, BATCH, RATE = 128, 32, 0.1
 INPUTS, HIDDEN, CLASSES = 32, 64, 10
-PLACES = {"w1": "0.weight", "b1": "0.bias", "w2": "2.weight", "b2": "2.bias"}  #: of the weights in `network()`
+PLACES = {"w1": "0.weight", "b1": "0.bias", "w2": "2.weight", "b2": "2.bias"}  # of the weights in `network()`
 
 Weights = dict[str, Tensor]
 
@@ -90,9 +90,7 @@ class Watch:
         self.wall, self.cpu = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
 
 
-Side = Callable[
-    [Watch], dict[str, float]
-]  #: runs the job once, with the rounds on the watch, and tells how well it did
+Side = Callable[[Watch], dict[str, float]]  # runs the job once, with the rounds on the watch, and tells how well it did
 
 
 def serve(side: Side) -> None:

@@ -14,18 +14,20 @@ import torch.nn.functional as F
 from job import BATCH, CLASSES, CLIENTS, COHORT, INPUTS, RATE, ROUNDS, SAMPLES, Job, Watch, read, serve
 from torch import Tensor
 
-from fedprompt.backbones.tiny import random_vit
+from fedprompt.backbones.random_weights import random_vit
 from fedprompt.backbones.vit import ViT
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
 from fedprompt.config import Config, parse
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.inprocess import InProcess
-from fedprompt.federation import wire
-from fedprompt.federation.rounds import Federation, Observer
-from fedprompt.federation.states import ClientStates
-from fedprompt.federation.store import RoundRecord, RunStore
-from fedprompt.method import Batch, Method, Seen, World
-from fedprompt.roles import Roles, Tensors
+from fedprompt.core import wire
+from fedprompt.core.method import Batch, Method, Seen, World
+from fedprompt.core.roles import Roles
+from fedprompt.engines.in_process import InProcess
+from fedprompt.features.image_bank import ImageBank
+from fedprompt.federation.loop import Federation, Observer
+from fedprompt.random_streams import Stream
+from fedprompt.runs.store import RoundRecord, RunStore
+from fedprompt.tensors import Tensors
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Network(Method):
 
     start: Job
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         return Roles(shared=self.start.start)
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
@@ -122,7 +124,7 @@ def run(watch: Watch) -> dict[str, float]:
     classes = tuple(f"class {number}" for number in range(CLASSES))
     clients = tuple(f"client {number}" for number in range(CLIENTS))
     world = World(INPUTS, 1, 1, 1, classes, clients)
-    world = replace(world, roles=method.init(world, torch.Generator()))
+    world = replace(world, roles=method.init(world, Stream()))
     with tempfile.TemporaryDirectory(prefix="fedprompt-toy-") as directory:
         config = settings(directory)
         store = RunStore.create(directory, {})

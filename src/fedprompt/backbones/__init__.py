@@ -15,7 +15,7 @@ __all__ = ["catalog", "load_backbone"]
 
 
 def load_backbone(config: BackboneConfig, cache: Path) -> ViT:
-    """The frozen backbone a config asks for, at its resolution; see `fedprompt.backbones.load`."""
+    """The frozen backbone of a config, at its resolution; see `fedprompt.backbones.load`."""
     from fedprompt.backbones.load import load_backbone as load
 
     return load(config, cache)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedprompt.backbones.positions import chosen_size, interpolate
+from fedprompt.backbones.position_embedding import chosen_size, interpolate
 from fedprompt.backbones.shape import ViTShape, tensor_shapes
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import BackboneConfig
@@ -17,7 +17,7 @@ from fedprompt.errors import BackboneError, broken
 
 Triple = tuple[float, float, float]
 
-#: heads by width where all published models agree; others (1280 has 16 or 20) need a config.json
+# heads by width where all published models agree; others (1280 has 16 or 20) need a config.json
 _HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1536: 24}
 
 
@@ -42,7 +42,7 @@ _LEADING = ("cls", "distillation", "registers", "positions")
 
 
 def infer_shape(tensors: Mapping[str, Tensor], norm_eps: float) -> ViTShape:
-    """The architecture of a bare weight file, as far as its tensor shapes tell it."""
+    """The architecture of a bare weight file, as far as its tensor shapes define it."""
     try:
         width, _, patch, _ = tensors["patch.weight"].shape
         hidden = tensors["blocks.0.mlp.out.weight"].shape[1]
@@ -94,9 +94,9 @@ def _extra_tokens(tensors: Mapping[str, Tensor], width: int) -> int:
 
 
 def _positioned(count: int, extra: int) -> int:
-    """How many leading tokens have a position of their own: what remains must be a square grid of patches.
+    """How many leading tokens have a position: the rest must be a square grid of patches.
 
-    CLS alone in most models, CLS and the distillation token in DeiT, none in timm's models with registers.
+    Only CLS in most models, CLS and the distillation token in DeiT, none in timm's models with registers.
     """
     for own in (1 + extra, 1, 0):
         if 0 < count - own == math.isqrt(max(count - own, 0)) ** 2:

@@ -1,6 +1,6 @@
 """One pre-norm block over pieces of a sequence: a pure function, so that all blocks can share one compiled graph.
 
-At each block a row is either *live* (its output is used) or *passive* (it is only looked at).
+At each block a row is either *live* (its output is used) or *passive* (it is only a key and a value).
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from torch import Tensor
 from fedprompt.backbones import layers
 from fedprompt.backbones.layers import Weights
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.prompts.insertion import spread
+from fedprompt.modules.insertion import spread
 
 Block = Callable[[Weights, ViTShape, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
 def run_block(weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive: Sequence[Tensor]) -> list[Tensor]:
-    """The live pieces (B, R, d) behind the block whose weights these are. Passive ones may stand for runs of samples (`spread`)."""
+    """The live pieces (B, R, d) after the block with these weights. Passive ones may be shared by runs of samples
+    (`spread`).
+    """
     passive = [rows for rows in passive if rows.shape[1]]
     x = torch.cat(list(live), dim=1) if len(live) > 1 else live[0]
     rows = x.shape[1]
@@ -48,10 +50,10 @@ def _many_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[T
 
 
 def _few_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[Tensor]) -> Tensor:
-    """The same where few rows are live: the normed rows n themselves stand for keys and values, which are never made.
+    """The same for few live rows: the normed rows n are used directly, and keys and values are never computed.
 
-    A score is q'(K n + k) = (K'q)'n + q'k, where q'k is the same for all rows and so nothing to the softmax; and with weights a that sum
-    to 1, the sum of a (V n + v) is V (the sum of a n) + v.
+    A score is q'(K n + k) = (K'q)'n + q'k, where q'k is the same for all rows and cancels in the softmax; and with
+    weights a that sum to 1, the sum of a (V n + v) is V (the sum of a n) + v.
     """
     everybody = torch.cat([x, *(spread(rows, len(x)) for rows in passive)], dim=1)
     normed = layers.norm(weights, "norm1", everybody, shape.norm_eps)

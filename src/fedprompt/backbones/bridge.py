@@ -1,7 +1,7 @@
-"""An image tower joined to the MiniLM text tower by projections this project trained itself (see benchmarks/bridge).
+"""An image tower joined to the MiniLM text tower by projections that this project trained (see benchmarks/bridge).
 
-A stand-in for CLIP where no CLIP text tower can be downloaded, and not CLIP: it has seen pictures of some two thousand names, where CLIP
-read hundreds of millions of captions.
+A stand-in for CLIP where no CLIP text tower can be downloaded, and not CLIP: it was trained on images of about two
+thousand names, CLIP on hundreds of millions of captions.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from fedprompt.assets import prepare
 from fedprompt.backbones.clip import joined
-from fedprompt.backbones.dual import DualEncoder
+from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.minilm import minilm
 from fedprompt.backbones.projection import projection
 from fedprompt.backbones.vit import ViT
-from fedprompt.backbones.weights import read_file
+from fedprompt.backbones.weight_files import read_file
 
 
 def bridge_file(name: str) -> Path:

@@ -1,9 +1,12 @@
-"""The backbones that have a name of their own, and how others are given. Free of torch: the command line lists them."""
+"""The named backbones, and how to give others. Does not import torch: the command line lists them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from fedprompt.config.registries import BACKBONES
+from fedprompt.extensions import summary
 
 Triple = tuple[float, float, float]
 
@@ -16,12 +19,13 @@ HALF: Triple = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class Named:
-    """A backbone whose weights and preprocessing fedprompt itself knows."""
+    """A backbone with built-in weights and preprocessing."""
 
     name: str
     what: str
     source: str
-    image_size: int  #: native side in pixels; positions are interpolated to any other multiple of the patch
+    image_size: int
+    """Native side in pixels; positions are interpolated to any other multiple of the patch."""
     mean: Triple
     std: Triple
 
@@ -68,12 +72,12 @@ B16 = Named(
 )
 NAMED = {named.name: named for named in (DINOV2_SMALL, MINI, B16, TINY, TINY_CLIP)}
 
-#: families read through `transformers` configs, by `model_type`
+# families read through `transformers` configs, by `model_type`
 FAMILIES = ("vit", "deit", "dinov2", "dinov2_with_registers", "clip", "clip_vision_model")
 
 
 def catalog() -> list[dict[str, Any]]:
-    """Rows for `fedprompt backbones`: the named backbones, then the three other ways in."""
+    """Rows for `fedprompt backbones`: the named backbones, then the three other ways to give one."""
     rows: list[dict[str, Any]] = [
         {
             "name": named.name,
@@ -89,6 +93,10 @@ def catalog() -> list[dict[str, Any]]:
     own = {"image_size": None, "mean": None, "std": None}
     return [
         *rows,
+        *(
+            {"name": name, "what": summary(builder), "source": "another package or a plugin", **own}
+            for name, builder in BACKBONES.others().items()
+        ),
         {
             "name": "<folder>",
             "what": f"a transformers model of type {families}",

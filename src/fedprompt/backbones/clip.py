@@ -9,18 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from fedprompt.backbones.assemble import check_tensors
-from fedprompt.backbones.dual import DualEncoder
-from fedprompt.backbones.folder import MOST_BLOCKS, check_heads, number, whole
-from fedprompt.backbones.names import fused, renamed
+from fedprompt.backbones.dual_encoder import DualEncoder
+from fedprompt.backbones.key_mapping import fused, renamed
+from fedprompt.backbones.model_folder import MOST_BLOCKS, check_heads, number, whole
 from fedprompt.backbones.projection import Projection
-from fedprompt.backbones.text import CausalTower, TextShape, TextTower, text_tensor_shapes
+from fedprompt.backbones.text_tower import CausalTower, TextShape, TextTower, text_tensor_shapes
+from fedprompt.backbones.tokenizer import Words
 from fedprompt.backbones.vit import ViT
-from fedprompt.backbones.words import Words
 from fedprompt.errors import BackboneError, broken
-from fedprompt.reading import read_json
+from fedprompt.io.bounded_read import read_json
 
 START, END = "<|startoftext|>", "<|endoftext|>"
-_TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  #: either is a whole tokenizer
+_TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  # either is a whole tokenizer
 
 _TOP = {
     r"embeddings\.token_embedding\.weight": "token.weight",
@@ -43,7 +43,7 @@ def is_clip(folder: Path) -> bool:
     try:
         values = read_json(folder / "config.json")
     except (OSError, ValueError):
-        return False  # the reader of config.json complains in its own words
+        return False  # the reader of config.json reports its own errors
     return isinstance(values, dict) and values.get("model_type") == "clip"
 
 
@@ -117,7 +117,7 @@ def folder_tokenizer(folder: Path) -> tuple[Words, int, int]:
 
     rule = f"the backbone folder {str(folder)!r} must hold its tokenizer (tokenizer.json, or vocab.json and merges.txt)"
     if not any(all((folder / name).is_file() for name in files) for files in _TOKENIZER_FILES):
-        raise BackboneError(f"{rule}, got neither")  # transformers would make up one that knows no word
+        raise BackboneError(f"{rule}, got neither")  # transformers would create one with an empty vocabulary
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizer library raises nothing more special

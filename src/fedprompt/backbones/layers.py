@@ -1,4 +1,4 @@
-"""The few operations all towers are made of, on a flat dictionary of weights."""
+"""Operations that all towers share, on a flat dictionary of weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def norm(weights: Weights, name: str, x: Tensor, eps: float) -> Tensor:
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Views for the forward pass; the backward pass writes every gradient straight to its place, where autograd would copy it twice."""
+    """Views for the forward pass; the backward pass writes every gradient to its place; autograd would copy it twice."""
 
     generate_vmap_rule = True
 
@@ -45,11 +45,11 @@ class _SplitHeads(torch.autograd.Function):
 
 def split_heads(projected: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
     """(B, R, parts * d) to one (B, heads, R, d / heads) for each part."""
-    return _SplitHeads.apply(projected, heads, parts)
+    return _SplitHeads.apply(projected, heads, parts)  # type: ignore[no-untyped-call]
 
 
 def precision(autocast: bool, device: torch.device) -> AbstractContextManager[object]:
-    """Where it is asked for, matrix products and convolutions inside are made in bfloat16; sums and norms stay as they are."""
+    """Optionally compute matrix products and convolutions in bfloat16; sums and norms keep their precision."""
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
 
 

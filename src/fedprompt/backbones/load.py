@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from fedprompt.assets import ASSETS, prepare
 from fedprompt.backbones.assemble import assemble, infer_shape
 from fedprompt.backbones.bridge import bridge_file, bridged
-from fedprompt.backbones.catalog import B16, DINOV2_SMALL, MINI, NAMED, TINY, TINY_CLIP, Named, Triple
+from fedprompt.backbones.catalog import B16, DINOV2_SMALL, MINI, TINY, TINY_CLIP, Named, Triple
 from fedprompt.backbones.clip import clip_from_folder, is_clip
-from fedprompt.backbones.folder import folder_preprocessing, folder_shape
-from fedprompt.backbones.hub import hub_folder, is_hub_id
-from fedprompt.backbones.kept import kept
-from fedprompt.backbones.names import canonical
+from fedprompt.backbones.hub_download import hub_folder, is_hub_id
+from fedprompt.backbones.key_mapping import canonical
+from fedprompt.backbones.model_folder import folder_preprocessing, folder_shape
+from fedprompt.backbones.random_weights import TINY_CLIP_SHAPE, TINY_SHAPE, tiny_clip, tiny_vit
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.backbones.tiny import TINY_CLIP_SHAPE, TINY_SHAPE, tiny_clip, tiny_vit
 from fedprompt.backbones.vit import ViT
-from fedprompt.backbones.weights import PICKLES, read_file, read_folder
+from fedprompt.backbones.weight_cache import kept
+from fedprompt.backbones.weight_files import PICKLES, read_file, read_folder
 from fedprompt.config import BackboneConfig
-from fedprompt.errors import BackboneError, broken
+from fedprompt.config.plugin_options import arguments
+from fedprompt.config.registries import BACKBONES
+from fedprompt.errors import BackboneError, ConfigError, ContractError, broken
 
 _EPSILON = (
-    1e-6  #: of the norms in a bare file: what timm and DINO use; below float32 noise next to the 1e-12 of other ViTs
+    1e-6  # of the norms in a bare file: what timm and DINO use; below float32 noise next to the 1e-12 of other ViTs
 )
 
 CLIP_B16_SHAPE = ViTShape(
@@ -39,30 +43,77 @@ CLIP_B16_SHAPE = ViTShape(
 )
 
 _TEXT = ("minilm-weights", "minilm-tokenizer")
-_MADE_OF = {
-    DINOV2_SMALL.name: ("dinov2-small",),
-    MINI.name: ("dinov2-small", *_TEXT),
-    B16.name: ("clip-b16-image", *_TEXT),
-}  #: assets behind the backbones that have a name
+
+
+Builder = Callable[..., ViT]
+Given = TypeVar("Given", bound=Builder)
+
+
+def register_backbone(name: str) -> Callable[[Given], Given]:
+    """Make a family of backbones known under a name: `backbone: {name: NAME}` or `{name: "NAME:which"}` in a config.
+
+    It is called with the section `backbone` and the folder for caches, and gives a `ViT` (or a `DualEncoder`, which is
+    one). Keyword-only parameters are its settings: those of the section come from there, all others from its `options`.
+    """
+    return BACKBONES.registrar(name)
 
 
 def load_backbone(config: BackboneConfig, cache: Path) -> ViT:
     """The frozen backbone a config asks for, at the resolution, precision and device it asks for."""
-    backbone = _stored(config, cache)
+    build = builder(config)
+    backbone = _elsewhere(config, cache) if build is None else build(config, cache)
+    if not isinstance(backbone, ViT):
+        raise ContractError(broken(f"backbone.name {config.name!r}", "give a fedprompt.backbones.vit.ViT", backbone))
     return backbone.autocasting() if config.autocast else backbone
 
 
-def _stored(config: BackboneConfig, cache: Path) -> ViT:
-    """The backbone as its weights and shape describe it."""
+def builder(config: BackboneConfig) -> Builder | None:
+    """The registered function for `backbone.name`; None for a path or a hub id."""
+    family = config.name if config.name in BACKBONES else config.name.partition(":")[0]
+    if family not in (BACKBONES if family == config.name else BACKBONES.others()):  # ours are no families
+        if config.options:
+            raise ConfigError(
+                broken("backbone.options", "be given with a backbone.name they belong to", config.options)
+            )
+        return None
+    found: Builder = BACKBONES.get(family)
+    return partial(found, **arguments(config, "backbone", family, found))
+
+
+@register_backbone(TINY.name)
+def _tiny_vit(config: BackboneConfig, cache: Path) -> ViT:
+    return _tiny(config, TINY_SHAPE)
+
+
+@register_backbone(TINY_CLIP.name)
+def _tiny_clip(config: BackboneConfig, cache: Path) -> ViT:
+    return tiny_clip(_tiny(config, TINY_CLIP_SHAPE))
+
+
+@register_backbone(DINOV2_SMALL.name)
+def _dinov2(config: BackboneConfig, cache: Path) -> ViT:
+    return kept(config, _assets(cache, "dinov2-small"), cache, lambda: _dinov2_small(config, cache))
+
+
+@register_backbone(MINI.name)
+def _mini(config: BackboneConfig, cache: Path) -> ViT:
+    sources = [*_assets(cache, "dinov2-small", *_TEXT), bridge_file(MINI.name)]
+    return kept(config, sources, cache, lambda: bridged(_dinov2_small(_at_own_size(config, MINI), cache), cache))
+
+
+@register_backbone(B16.name)
+def _b16(config: BackboneConfig, cache: Path) -> ViT:
+    sources = [*_assets(cache, "clip-b16-image", *_TEXT), bridge_file(B16.name)]
+    return kept(config, sources, cache, lambda: bridged(_clip_b16_image(_at_own_size(config, B16), cache), cache))
+
+
+def _assets(cache: Path, *names: str) -> list[Path]:
+    return [cache / ASSETS[name].file for name in names]
+
+
+def _elsewhere(config: BackboneConfig, cache: Path) -> ViT:
+    """The backbone of a folder, a file or a hub id."""
     path = Path(config.name).expanduser()
-    if config.name == TINY.name:
-        return _tiny(config, TINY_SHAPE)
-    if config.name == TINY_CLIP.name:
-        return tiny_clip(_tiny(config, TINY_CLIP_SHAPE))
-    if config.name in _MADE_OF:
-        sources = [cache / ASSETS[asset].file for asset in _MADE_OF[config.name]]
-        sources += [bridge_file(config.name)] if config.name in (MINI.name, B16.name) else []
-        return kept(config, sources, cache, lambda: _named(config, cache))
     if path.is_dir():
         return kept(config, _files(path), cache, lambda: _folder(path, config))
     if path.suffix == ".safetensors" or path.suffix in PICKLES:
@@ -70,7 +121,7 @@ def _stored(config: BackboneConfig, cache: Path) -> ViT:
     if is_hub_id(config.name):
         folder = hub_folder(config.name, config.revision)
         return kept(config, _files(folder), cache, lambda: _folder(folder, config))
-    choices = f"be one of {', '.join(NAMED)}, an existing folder, a .safetensors file or a hub id owner/model"
+    choices = f"{BACKBONES.rule()}, an existing folder, a .safetensors file or a hub id owner/model"
     raise BackboneError(broken("backbone.name", choices, config.name))
 
 
@@ -101,14 +152,6 @@ def _agreed(field: str, given: Triple | None, own: Triple | None) -> Triple:
 def _files(folder: Path) -> list[Path]:
     """Whatever in a model folder its weights, architecture, preprocessing or tokenizer may be read from."""
     return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json", ".txt"))
-
-
-def _named(config: BackboneConfig, cache: Path) -> ViT:
-    if config.name == MINI.name:
-        return bridged(_dinov2_small(_at_own_size(config, MINI), cache), cache)
-    if config.name == B16.name:
-        return bridged(_clip_b16_image(_at_own_size(config, B16), cache), cache)
-    return _dinov2_small(config, cache)
 
 
 def _tiny(config: BackboneConfig, shape: ViTShape) -> ViT:

@@ -1,4 +1,4 @@
-"""The sentence encoder all-MiniLM-L6-v2 as a text tower: what the embedded dual encoders read class names with."""
+"""The sentence encoder all-MiniLM-L6-v2 as the text tower of the embedded dual encoders."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fedprompt.backbones.assemble import check_tensors
-from fedprompt.backbones.names import fused, renamed
+from fedprompt.backbones.key_mapping import fused, renamed
 from fedprompt.backbones.projection import Projection
-from fedprompt.backbones.text import BidirectionalTower, TextShape, text_tensor_shapes
-from fedprompt.backbones.words import Words
+from fedprompt.backbones.text_tower import BidirectionalTower, TextShape, text_tensor_shapes
+from fedprompt.backbones.tokenizer import Words
 from fedprompt.errors import BackboneError
 
 SHAPE = TextShape(width=384, depth=6, heads=12, mlp_width=1536, vocabulary=30522, positions=512, norm_eps=1e-12)
@@ -37,7 +37,9 @@ _IN_BLOCK = {
 def minilm(
     tensors: Mapping[str, Tensor], tokenizer: Path, projection: Projection, device: torch.device, dtype: torch.dtype
 ) -> BidirectionalTower:
-    """The tower of a checkpoint and a `tokenizer.json`. Sentences are of the first kind only, so that kind is added to the positions."""
+    """The tower of a checkpoint and a `tokenizer.json`. Sentences are of the first kind only, so that kind is added to
+    the positions.
+    """
     from tokenizers import Tokenizer
 
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("position_ids")}

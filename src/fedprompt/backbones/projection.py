@@ -1,4 +1,4 @@
-"""From the width of a tower to the space that images and texts share."""
+"""Maps from the width of a tower to the space that images and texts share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedprompt.errors import BackboneError
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """y = W x [+ b], plus a perceptron beside it where there is one: [+ output(gelu(hidden(x)))]."""
+    """y = W x [+ b], plus an optional perceptron: [+ output(gelu(hidden(x)))]."""
 
     weights: dict[str, Tensor]
 

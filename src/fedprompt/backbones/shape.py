@@ -1,6 +1,6 @@
 """The numbers that describe a vision transformer, and the tensors they imply.
 
-Every checkpoint family is translated to the same *canonical* tensor names, so that one forward pass serves them all:
+Every checkpoint family is translated to the same *canonical* tensor names, so that there is one forward pass for all:
 
 | name | shape | what |
 |---|---|---|
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-CHANNELS = 3  #: colour images only; a grey image is repeated by the data side
+CHANNELS = 3  # colour images only; a grey image is repeated by the data side
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,19 @@ class ViTShape:
     width: int
     depth: int
     heads: int
-    mlp_width: int  #: hidden units; of the gated half for SwiGLU
-    patch: int  #: side of a patch in pixels
-    image_size: int  #: side of an image in pixels, as chosen, not as trained
-    extra_tokens: int = 0  #: registers or a distillation token, between CLS and the patches
+    mlp_width: int
+    """Hidden units; of the gated half for SwiGLU."""
+    patch: int
+    """Side of a patch in pixels."""
+    image_size: int
+    """Side of an image in pixels, as chosen, not as trained."""
+    extra_tokens: int = 0
+    """Registers or a distillation token, between CLS and the patches."""
     norm_eps: float = 1e-6
     activation: Literal["gelu", "quick_gelu"] = "gelu"
     layer_scale: bool = False
-    ln_pre: bool = False  #: normalised before block 0 (CLIP)
+    ln_pre: bool = False
+    """Normalised before block 0 (CLIP)."""
     mlp: Literal["plain", "swiglu"] = "plain"
 
     @property
@@ -55,7 +60,7 @@ class ViTShape:
 
     @property
     def tokens(self) -> int:
-        """Rows of an un-prompted sequence: CLS, extra tokens, patches."""
+        """Rows of a sequence without prompts: CLS, extra tokens, patches."""
         return 1 + self.extra_tokens + self.patches
 
 

@@ -5,12 +5,13 @@ into "training mode".
 
 Two shortcuts make the prompted pass cheaper without changing its result:
 
-* a prompt row that is thrown away before the next block is only looked at by others: it needs a key and a value, but no
-  query, no output projection and no MLP;
-* of the last block, only the rows that are read are computed; all others are only looked at there, and where those that
-  look are few, not even keys and values are made.
+* a prompt row that is dropped before the next block needs a key and a value, but no query, no output projection and no
+  MLP;
+* of the last block, only the rows that are read are computed; all others are only keys and values, and for few query
+  rows not even these are computed.
 
-Both say: at each block a row is either *live* (its output is used) or *passive* (it is only looked at). See `block.py`.
+So at each block a row is either *live* (its output is used) or *passive* (it is only a key and a value). See
+`block.py`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from torch import Tensor
 
 from fedprompt.backbones import layers
 from fedprompt.backbones.block import Block, run_block
-from fedprompt.backbones.compiled import CompiledBlock
 from fedprompt.backbones.shape import CHANNELS, ViTShape, block_tensors
+from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.errors import BackboneError, ContractError, broken
-from fedprompt.prompts.insertion import VisionPrompt, check_prompt, enter, leaves, spread
+from fedprompt.modules.insertion import VisionPrompt, check_prompt, enter, leaves, spread
 
 __all__ = ["READS", "ViT", "ViTShape"]
 
-READS = ("cls", "patches", "prompts")  #: what can be read after the last block and the final norm
+READS = ("cls", "patches", "prompts")  # what can be read after the last block and the final norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,24 +44,27 @@ class ViT:
 
     name: str
     shape: ViTShape
-    mean: tuple[float, float, float]  #: images are normalised with (x - mean) / std, x in [0, 1]
+    mean: tuple[float, float, float]
+    """Images are normalised with (x - mean) / std, x in [0, 1]."""
     std: tuple[float, float, float]
     weights: dict[str, Tensor]
-    native_image_size: int  #: the resolution its positions were trained at
-    stem: int = (
-        0  #: first blocks that belong to the embedding: no prompt reaches them, and blocks are counted behind them
-    )
-    autocast: bool = False  #: matrices are multiplied in bfloat16; between them is `dtype`
-    block: Block = run_block  #: how a block is computed
+    native_image_size: int
+    """The resolution its positions were trained at."""
+    stem: int = 0
+    """First blocks that belong to the embedding: they have no prompts, and blocks are counted after them."""
+    autocast: bool = False
+    """Matrices are multiplied in bfloat16; everything else is `dtype`."""
+    block: Block = run_block
+    """How a block is computed."""
 
     @property
     def depth(self) -> int:
-        """Blocks that prompts can reach."""
+        """Blocks that can have prompts."""
         return self.shape.depth - self.stem
 
     @property
     def reads(self) -> dict[str, int]:
-        """What can be read of an un-prompted pass, and how many numbers that is for one image."""
+        """What can be read of a pass without prompts, and its numbers per image."""
         return {"cls": self.shape.width, "patches": self.shape.patches * self.shape.width}
 
     @property
@@ -72,7 +76,9 @@ class ViT:
         return self.weights["lead"].dtype
 
     def embed(self, images: Tensor) -> Tensor:
-        """Normalised images (B, 3, S, S) to the input of block 0, (B, T, d): CLS, extra tokens and patches behind the stem."""
+        """Normalised images (B, 3, S, S) to the input of block 0, (B, T, d): CLS, extra tokens and patches after the
+        stem.
+        """
         size = self.shape.image_size
         if images.ndim != 4 or tuple(images.shape[1:]) != (CHANNELS, size, size):
             raise ContractError(f"images must be (B, {CHANNELS}, {size}, {size}), got {tuple(images.shape)}")
@@ -88,7 +94,9 @@ class ViT:
         return tokens
 
     def with_added(self, changes: Mapping[str, Tensor]) -> ViT:
-        """The same transformer with something added to some of its weights; `blocks.0` is the first block behind the stem."""
+        """The same transformer with something added to some of its weights; `blocks.0` is the first block after the
+        stem.
+        """
         weights = dict(self.weights)
         for name, change in changes.items():
             kind, _, rest = name.partition(".")
@@ -101,13 +109,13 @@ class ViT:
         return dataclasses.replace(self, weights=weights)
 
     def autocasting(self) -> Self:
-        """The same transformer with all of its matrices multiplied in bfloat16, and everything else as before."""
+        """The same transformer with matrix products in bfloat16, and everything else unchanged."""
         if self.dtype == torch.float64:
             raise BackboneError(broken("backbone.autocast", "be false where backbone.dtype is float64", True))
         return dataclasses.replace(self, autocast=True)
 
     def compiled(self) -> Self:
-        """The same transformer with blocks that torch.compile translates when they are first needed."""
+        """The same transformer with blocks that torch.compile compiles on first use."""
         return dataclasses.replace(self, block=CompiledBlock())
 
     def run(
@@ -120,13 +128,14 @@ class ViT:
     ) -> dict[str, Tensor]:
         """Run the blocks from `start` on with prompts inserted, and read rows after the final norm.
 
-        `tokens` are the un-prompted inputs of block `start`, so what lies below the first prompted block may be computed
-        once and kept. Reads: `cls` (B, d), `patches` (B, M, d), `prompts` (B, P, d) with the rows that are still there
-        after the last block, slot by slot and oldest first within an appending slot. The order of rows inside the
-        sequence cannot be observed, because prompts carry no position. Where there is a norm before block 0 (CLIP),
-        prompts of block 0 pass it, as the image's rows have done.
+        `tokens` are the inputs of block `start` without prompts, so the blocks before the first prompted one may be
+        computed once and cached. Reads: `cls` (B, d), `patches` (B, M, d), `prompts` (B, P, d) with the rows that are
+        still there after the last block, slot by slot and oldest first within an appending slot. The order of rows
+        inside the sequence does not matter, because prompts have no position. A norm before block 0 (CLIP) also applies
+        to prompts of block 0.
 
-        `pause` names a block and a function from the CLS rows (B, d) that enter it to prompts that join from there on.
+        `pause` is a block and a function: the pass pauses before that block, and the function returns extra prompts
+        computed from the CLS rows (B, d) of its input.
         """
         reads = frozenset(reads)
         self._check(tokens, prompts, reads, start, pause)
@@ -151,7 +160,7 @@ class ViT:
         return self._last_block(main, prompts, slots, reads)
 
     def block_inputs(self, tokens: Tensor, blocks: Sequence[int] | None = None) -> list[Tensor]:
-        """The inputs (B, T, d) of the listed blocks (all when None) in an un-prompted pass."""
+        """The inputs (B, T, d) of the listed blocks (all when None) in a pass without prompts."""
         wanted = range(self.depth) if blocks is None else blocks
         if any(not 0 <= block < self.depth for block in wanted):
             raise ContractError(f"blocks must be in 0..{self.depth - 1}, got {list(wanted)}")
@@ -163,13 +172,15 @@ class ViT:
         return [found[block] for block in wanted]
 
     def read_early(self, tokens: Tensor, blocks: int) -> Tensor:
-        """The final norm of the CLS row (B, d) after the first so many blocks of an un-prompted pass."""
+        """The final norm of the CLS row (B, d) after the first `blocks` blocks of a pass without prompts."""
         if blocks == self.depth:
             return self.run(tokens)["cls"]
         return self._norm("norm", self.block_inputs(tokens, [blocks])[0][:, 0])
 
     def digest(self) -> str:
-        """The identity of what this backbone computes: architecture, resolution, preprocessing and every byte of every weight."""
+        """The identity of what this backbone computes: architecture, resolution, preprocessing and every byte of every
+        weight.
+        """
         described = {**dataclasses.asdict(self.shape), "mean": self.mean, "std": self.std, "stem": self.stem}
         del described["ln_pre"]  # the names of the weights tell it
         if self.autocast:
@@ -179,7 +190,7 @@ class ViT:
         return sha.hexdigest()
 
     def assert_frozen(self, expected_digest: str) -> None:
-        """Raise unless the weights are those of `expected_digest` and none of them asks for a gradient."""
+        """Raise unless the weights are those of `expected_digest` and none of them requires a gradient."""
         trainable = [name for name, tensor in self.weights.items() if tensor.requires_grad]
         if trainable:
             raise BackboneError(f"backbone {self.name!r} must stay frozen, but {trainable[0]!r} requires a gradient")
@@ -190,7 +201,7 @@ class ViT:
             )
 
     def _enter(self, prompt: VisionPrompt, rows: Tensor, block: int) -> Tensor:
-        """The rows of a slot at the input of a block. CLIP's prompts join the image's rows before `ln_pre`, and pass it too."""
+        """The rows of a slot at the input of a block. CLIP's `ln_pre` also applies to prompts of block 0."""
         entered = enter(prompt, rows, block)
         return self._norm("ln_pre", entered) if self.shape.ln_pre and self.stem + block == 0 else entered
 
@@ -215,7 +226,7 @@ class ViT:
         return seen | {"cls": seen["cls"].squeeze(1)} if "cls" in seen else seen
 
     def _block(self, block: int, live: list[Tensor], passive: list[Tensor]) -> list[Tensor]:
-        """The live pieces behind a block. Passive ones may stand for runs of samples."""
+        """The live pieces after a block. Passive ones may be shared by runs of samples."""
         prefix = f"blocks.{self.stem + block}."
         weights = {name: self.weights[prefix + name] for name in block_tensors(self.shape)}
         with layers.precision(self.autocast, self.device):

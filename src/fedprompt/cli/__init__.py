@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. Everything heavy is imported inside the command that needs it."""
+"""The command line: parses, calls, prints. Slow imports are inside the commands that need them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from fedprompt import __version__
-from fedprompt.cli import about, evidence, reproducing, sites, training, using
+from fedprompt.cli import federate, info, models, reproduce, results, site_node, train
 from fedprompt.errors import FedpromptError
+from fedprompt.io.safe_text import safe_line, safe_text
 
 INTERRUPTED = 130
 
@@ -19,27 +20,29 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(training.run)
-app.add_typer(training.protocol, name="protocol")
-app.command()(reproducing.reproduce)
-app.command()(evidence.compare)
-app.command()(evidence.report)
-app.command()(evidence.audit)
-app.command()(evidence.dashboard)
-app.command()(using.predict)
-app.command()(using.explain)
-app.command()(using.export)
-app.command()(about.validate)
-app.command()(about.partition)
-app.command()(about.privacy)
-app.command()(about.methods)
-app.command()(about.backbones)
-app.command()(about.datasets)
-app.command()(about.assets)
-app.command()(about.doctor)
-app.add_typer(sites.federate, name="federate")
-app.command()(sites.server)
-app.command()(sites.node)
+app.command()(train.run)
+app.add_typer(train.protocol, name="protocol")
+app.command()(reproduce.reproduce)
+app.command()(results.compare)
+app.command()(results.report)
+app.command()(results.audit)
+app.command()(results.verify)
+app.command()(results.dashboard)
+app.command()(models.predict)
+app.command()(models.explain)
+app.command()(models.export)
+app.command()(info.validate)
+app.command()(info.schema)
+app.command()(info.partition)
+app.command()(info.privacy)
+app.command()(info.methods)
+app.command()(info.backbones)
+app.command()(info.datasets)
+app.command()(info.assets)
+app.command()(info.doctor)
+app.add_typer(federate.federate, name="federate")
+app.command()(federate.server)
+app.add_typer(site_node.node, name="node")
 
 
 def main() -> None:
@@ -47,7 +50,7 @@ def main() -> None:
     try:
         app()
     except FedpromptError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(safe_text(f"error: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -56,7 +59,7 @@ def main() -> None:
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"fedprompt {__version__}")
+        typer.echo(safe_line(f"fedprompt {__version__}"))
         raise typer.Exit
 
 

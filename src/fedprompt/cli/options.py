@@ -1,4 +1,4 @@
-"""What several commands have in common: arguments and options, reading them, and printing."""
+"""Shared by several commands: arguments and options, reading them, and printing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from fedprompt.errors import ConfigError
+from fedprompt.io.safe_text import safe_line, safe_text
+
+
+def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
+    from fedprompt.extensions import add_plugins
+
+    add_plugins(paths or [])
+    return paths
+
 
 ConfigPath = Annotated[Path, typer.Argument(help="A YAML file, such as configs/demo.yaml.")]
 Overrides = Annotated[
@@ -18,11 +27,29 @@ Seeds = Annotated[list[str] | None, typer.Option("--seed", help="Seeds to run: -
 Resume = Annotated[bool, typer.Option("--resume", help="Continue runs that were stopped; finished ones are kept.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
+Weights = Annotated[
+    Path | None, typer.Option(help="Where the weights of the backbone are now, if not where the run says.")
+]
+Data = Annotated[Path | None, typer.Option(help="Where the images of the run are now, if not where the run says.")]
+TrustConfig = Annotated[
+    bool,
+    typer.Option(
+        "--trust-config", help="Use paths, hub ids and the cache that the run file names: only if it is your own."
+    ),
+]
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        callback=_load_plugins,
+        help="A Python file with methods, rules, ... of your own; it is run. Once for each file.",
+    ),
+]
 Runs = Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")]
 
 
 def load(config: Path, overrides: list[str] | None, seeds: list[str] | None) -> list[Any]:
-    from fedprompt import config_files
+    from fedprompt.config import config_files
 
     return config_files.load(config, overrides or (), seed_numbers(seeds))
 
@@ -38,9 +65,18 @@ def seed_numbers(texts: list[str] | None) -> list[int]:
 
 def open_runs(paths: list[Path]) -> list[Any]:
     """Runs in the order given; a folder stands for the runs inside it."""
+    from fedprompt.runs.run import Run
+
+    found = [Run(each) for each in run_folders(paths)]
+    for run in found:
+        tell_age(run)
+    return found
+
+
+def run_folders(paths: list[Path]) -> list[Path]:
+    """Run directories, or run files, in the order given; a folder stands for the runs inside it."""
     from fedprompt.errors import RunError
-    from fedprompt.federation.store import FILE
-    from fedprompt.run import Run
+    from fedprompt.runs.store import FILE
 
     found = []
     for path in paths:
@@ -51,12 +87,20 @@ def open_runs(paths: list[Path]) -> list[Any]:
         )
         if not inside:
             raise RunError(f"run: {str(path)!r} must be a run directory or hold some, but there is no {FILE}")
-        found += [Run(each) for each in inside]
+        found += inside
     return found
 
 
+def tell_age(run: Any) -> None:
+    """Say of a run file without digests that changes to it cannot be detected."""
+    from fedprompt.runs.store import NO_DIGESTS
+
+    if not run.reader.sealed:
+        typer.echo(safe_line(f"note: {run.name}: {NO_DIGESTS}"), err=True)
+
+
 def emit(data: Any, as_json: bool, text: str) -> None:
-    typer.echo(json.dumps(data, indent=2, default=str) if as_json else text)
+    typer.echo(json.dumps(data, indent=2, default=str) if as_json else safe_text(text))
 
 
 def emit_rows(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -8,21 +8,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedprompt.federation.store import FILE
+from fedprompt.io.safe_text import safe_line
+from fedprompt.runs.store import FILE
 
-DEPTH = 5  #: folders inside folders
-MOST_FOLDERS = 20_000  #: that are looked into
-MOST_RUNS = 5_000  #: that are shown
+DEPTH = 5  # folders inside folders
+MOST_FOLDERS = 20_000  # that are looked into
+MOST_RUNS = 5_000  # that are shown
 
 
 @dataclass(frozen=True)
 class Found:
     """A run folder, and what the page calls it."""
 
-    id: str  #: stays the same between servers, so that a view can be bookmarked
+    id: str
+    """Stays the same between servers, so that a view can be bookmarked."""
     path: Path
     name: str
-    folder: str  #: where it lies, as the user named it
+    folder: str
+    """Where it lies, as the user named it."""
 
 
 def discover(folders: Sequence[Path]) -> tuple[dict[str, Found], bool]:
@@ -75,5 +78,5 @@ def _found(root: Path, path: Path) -> Found:
 
 
 def printable(text: str) -> str:
-    """A name of the file system as text that can be sent: bytes that are no UTF-8 become question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    """A name of the file system as text that can be sent and shown: bytes that are no UTF-8 become question marks."""
+    return safe_line(text.encode("utf-8", "replace").decode("utf-8"))

@@ -15,12 +15,12 @@ from fedprompt.config import Config
 from fedprompt.dashboard.discovery import Found
 from fedprompt.dashboard.history import History
 from fedprompt.dashboard.liveness import Locks, Signs, status
-from fedprompt.dashboard.reader import LiveRun
+from fedprompt.dashboard.run_reader import LiveRun
 from fedprompt.errors import FedpromptError
-from fedprompt.federation.store import FILE
+from fedprompt.runs.store import FILE
 
-PAUSE, SHARE = 0.2, 1.0  #: between two looks at a run: so many seconds, or so many times what the first one took
-SETTLED = 0.1  #: seconds after which a change is sure to have a time of its own
+PAUSE, SHARE = 0.2, 1.0  # between two looks at a run: so many seconds, or so many times what the first one took
+SETTLED = 0.1  # seconds after which a change is sure to have a time of its own
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Signature:
 
     inode: int
     size: int
-    modified: int  #: nanoseconds
+    modified: int
+    """Nanoseconds."""
     log_size: int
     log_modified: int
 
@@ -61,12 +62,12 @@ class Follower:
         self.lock = threading.RLock()
         self.config: Config | None = None
         self.history = History()
-        self.reason: str | None = None  #: why it cannot be read
-        self.generation = 0  #: goes up when the file was replaced by another one
-        self.signature: Signature | None = None  #: of the last look
+        self.reason: str | None = None  # why it cannot be read
+        self.generation = 0  # goes up when the file was replaced by another one
+        self.signature: Signature | None = None  # of the last look
         self._settled = False
         self._gate = threading.Lock()
-        self._rested = float("-inf")  #: when the next look may begin
+        self._rested = float("-inf")  # when the next look may begin
         self._grown: float | None = None
 
     @property
@@ -75,11 +76,11 @@ class Follower:
         return self.signature is not None
 
     @contextmanager
-    def look(self) -> Iterator[LiveRun]:
+    def opened(self) -> Iterator[LiveRun]:
         """The run, open for a moment.
 
         Looks never overlap, and between two of them the run has a rest that is at least as long as the look: SQLite begins
-        its log anew only when nobody reads, so one that is always being read grows without end.
+        its log anew only when it has no readers, so one that is always being read grows without end.
         """
         with self._gate:
             time.sleep(max(0.0, self._rested - time.monotonic()))
@@ -117,7 +118,7 @@ class Follower:
 
     def _read(self) -> None:
         known = self.history
-        with self.look() as run:
+        with self.opened() as run:
             config = run.config
             rounds = list(run.reader.new_rounds(known.done if known.last else 0))
             if known.last is not None and (not rounds or rounds[0] != known.last or config != self.config):
@@ -126,6 +127,8 @@ class Follower:
             elif known.last is not None:
                 del rounds[0]
             events = list(run.reader.new_events(known.last_event))
+            last = events[-1].number if events else known.last_event
+            run.reader.complete(len(known.rounds) + len(rounds), last)
         self.config = config
         known.add_rounds(rounds)
         known.add_events(events)
@@ -138,7 +141,7 @@ class Follower:
         """See `liveness.status`."""
         writer = locks.writer_of(self.found.path)
         if writer:
-            self._grown = None  # growth counts as a sign of life only where nobody can be seen
+            self._grown = None  # growth counts as a sign of life only where no writer can be seen
         now = time.monotonic()
         return status(
             Signs(

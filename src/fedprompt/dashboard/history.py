@@ -8,13 +8,13 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fedprompt.dashboard.reader import NewEvent, NewRound
-from fedprompt.evaluation.metrics import is_summary
-from fedprompt.federation.store import PRIVACY, REFUSED
+from fedprompt.dashboard.run_reader import NewEvent, NewRound
+from fedprompt.metrics.accuracy import is_summary
+from fedprompt.runs.store import PRIVACY, REFUSED
 
-LATEST = 100  #: events that are shown
-PACE = 20  #: rounds whose mean time tells how long the others will take
-GROUPS = 200  #: kinds, rules, phases and domains told apart
+LATEST = 100  # events that are shown
+PACE = 20  # rounds whose mean time tells how long the others will take
+GROUPS = 200  # kinds, rules, phases and domains told apart
 
 
 @dataclass
@@ -22,8 +22,10 @@ class History:
     """Grows with the run."""
 
     rounds: array[int] = field(default_factory=lambda: array("q"))
-    losses: array[float] = field(default_factory=lambda: array("d"))  #: NaN where nobody trained
-    sent: array[float] = field(default_factory=lambda: array("d"))  #: bytes in both directions, up to each round
+    losses: array[float] = field(default_factory=lambda: array("d"))
+    """NaN where no client trained."""
+    sent: array[float] = field(default_factory=lambda: array("d"))
+    """Bytes in both directions, up to each round."""
     seconds: array[float] = field(default_factory=lambda: array("d"))
     evaluated: array[int] = field(default_factory=lambda: array("q"))
     average: array[float] = field(default_factory=lambda: array("d"))
@@ -31,16 +33,19 @@ class History:
     evaluated_sent: array[float] = field(default_factory=lambda: array("d"))
     bytes_up: int = 0
     bytes_down: int = 0
-    cohort: int = 0  #: clients of the last round
+    cohort: int = 0
+    """Clients of the last round."""
     phases: dict[str, float] = field(default_factory=dict)
-    domains: dict[str, float] = field(default_factory=dict)  #: of the last evaluated round
+    domains: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluated round."""
     last: NewRound | None = None
     last_event: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     latest: deque[NewEvent] = field(default_factory=lambda: deque(maxlen=LATEST))
     spent_rounds: array[int] = field(default_factory=lambda: array("q"))
-    spent: array[float] = field(default_factory=lambda: array("d"))  #: epsilon; infinite without noise
+    spent: array[float] = field(default_factory=lambda: array("d"))
+    """Epsilon; infinite without noise."""
 
     @property
     def done(self) -> int:
@@ -49,7 +54,7 @@ class History:
     @property
     def pace(self) -> float:
         """Seconds a round takes, of late."""
-        late = self.seconds[1:][-PACE:]  # round 0 trains nobody
+        late = self.seconds[1:][-PACE:]  # round 0 trains no client
         return sum(late) / len(late) if late else 0.0
 
     def add_rounds(self, rounds: Iterable[NewRound]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOCKS = Path("/proc/locks")
-RECENT = 15.0  #: seconds after which a run that nobody is seen to write counts as stopped, or three of its rounds
+RECENT = 15.0  # seconds after which a run without a visible writer counts as stopped, or three of its rounds
 _HELD = re.compile(r"^\d+: FLOCK\s+\w+\s+WRITE\s+\S+\s+([0-9a-f]+):([0-9a-f]+):(\d+) ", re.MULTILINE)
 
 
@@ -54,13 +54,16 @@ class Signs:
     """What is known about the life of a run."""
 
     damaged: bool
-    complete: bool  #: has all its rounds
-    writer: bool | None  #: holds the lock; None where that cannot be known
-    grown: (
-        float | None
-    )  #: seconds since a round was seen to appear without a visible writer, such as one on another machine
-    quiet: float  #: seconds since the file last changed
-    pace: float  #: seconds a round takes
+    complete: bool
+    """Has all its rounds."""
+    writer: bool | None
+    """Holds the lock; None where that cannot be known."""
+    grown: float | None
+    """Seconds since a round was seen to appear without a visible writer, such as one on another machine."""
+    quiet: float
+    """Seconds since the file last changed."""
+    pace: float
+    """Seconds a round takes."""
 
 
 def status(signs: Signs) -> tuple[str, str]:

@@ -6,7 +6,6 @@ import ipaddress
 import json
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from fedprompt.dashboard.catalogue import Catalogue
+from fedprompt.dashboard.connections import Connections, Head
+from fedprompt.dashboard.downsampling import plain
+from fedprompt.dashboard.run_list import Catalogue
 from fedprompt.dashboard.views import Missing, Unusable, Views
 from fedprompt.errors import ConfigError, FedpromptError, broken
 
@@ -38,9 +39,12 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-LONGEST_PATH = 4096  #: letters of a request's path and query
-MOST_CONNECTIONS = 64  #: at a time; a browser has six
-IDLE = 15.0  #: seconds after which a silent connection is closed
+LONGEST_PATH = 4096  # letters of a request's path and query
+MOST_CONNECTIONS = 64  # at a time; a browser has six
+PATIENCE = (
+    5.0  # seconds for a request as a whole, from the start of the connection or the last answer; a page asks sooner
+)
+TAKING = 15.0  # seconds for the client to take an answer
 
 
 def pages() -> dict[str, tuple[str, bytes]]:
@@ -79,8 +83,23 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "fedprompt", ""
-    timeout = IDLE
+    timeout = TAKING
     server: Dashboard
+
+    def setup(self) -> None:
+        super().setup()
+        self._head = Head(self.rfile)
+        self.rfile = self._head  # type: ignore[assignment]
+
+    def handle_one_request(self) -> None:
+        self.server.connections.wait_for(self.connection, PATIENCE)
+        self._head.begin()
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        complete = super().parse_request()
+        self.server.connections.answer(self.connection)
+        return complete
 
     def do_GET(self) -> None:
         self._answer(body=True)
@@ -115,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
         if question is None:
             return HTTPStatus.NOT_FOUND, *_told("there is no such page")
         try:
-            return HTTPStatus.OK, *_json(question(dict(parse_qsl(text, max_num_fields=20))))
+            return HTTPStatus.OK, *_json(plain(question(dict(parse_qsl(text, max_num_fields=20)))))
         except Missing as error:
             return HTTPStatus.NOT_FOUND, *_told(str(error))
         except (Unusable, ValueError) as error:
@@ -137,6 +156,7 @@ class Handler(BaseHTTPRequestHandler):
             headers["Connection"] = "close"
         for name, value in headers.items():
             self.send_header(name, value)
+        self.server.connections.wait_for(self.connection, TAKING)
         self.end_headers()
         if body:
             self.wfile.write(content)
@@ -146,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nobody wants a line for every look."""
+        """No line for every request."""
 
 
 def _json(value: Any) -> tuple[str, bytes]:
@@ -171,7 +191,7 @@ class Dashboard(ThreadingHTTPServer):
         self.questions: dict[str, Callable[[dict[str, str]], Any]] = {
             f"/api/{name}": getattr(views, name) for name in ("runs", "run", "clients", "settings", "compare")
         }
-        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self.connections = Connections(MOST_CONNECTIONS)
         try:
             found = socket.getaddrinfo(host, port or PORT, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except OSError as error:
@@ -201,16 +221,18 @@ class Dashboard(ThreadingHTTPServer):
         return f"http://{name}:{self.server_address[1]}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
+        if self.connections.add(request, PATIENCE):
+            super().process_request(request, client_address)
+        else:
             self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.remove(request)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """What the server's loop does besides: twice a second, and after every connection."""
+        self.connections.end_the_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):

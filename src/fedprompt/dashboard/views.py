@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from fedprompt.dashboard.catalogue import Answers, Catalogue
 from fedprompt.dashboard.discovery import printable
+from fedprompt.dashboard.downsampling import clip, ends_and_middle, evenly, kept, plain, stride
 from fedprompt.dashboard.follower import Follower
 from fedprompt.dashboard.history import History
-from fedprompt.dashboard.reader import LiveRun
-from fedprompt.dashboard.thinning import clip, ends_and_middle, evenly, kept, plain, stride
+from fedprompt.dashboard.run_list import Answers, Catalogue
+from fedprompt.dashboard.run_reader import LiveRun
 from fedprompt.errors import FedpromptError
-from fedprompt.report import tables
-from fedprompt.report.families import Family, families
+from fedprompt.report import comparison_table
+from fedprompt.runs.families import Family, families
 
-MOST_COMPARED = 40  #: runs
+MOST_COMPARED = 40  # runs
 HEAT_ROUNDS, HEAT_CLIENTS = 60, 48
 LAST_ROUNDS = 12
-NAME = 120  #: letters of a name
+NAME = 120  # letters of a name
 
 Query = Mapping[str, str]
 
@@ -40,7 +40,7 @@ class Views:
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
         self._answers = Answers()
-        self._entries: dict[str, tuple[int, dict[str, Any]]] = {}  #: each with the number of its last change
+        self._entries: dict[str, tuple[int, dict[str, Any]]] = {}  # each with the number of its last change
         self._stamp = 0
         self._lock = threading.Lock()
 
@@ -239,7 +239,7 @@ def _last_rounds(history: History) -> list[dict[str, Any]]:
 
 
 def _settings(follower: Follower) -> dict[str, Any]:
-    with follower.look() as run:
+    with follower.opened() as run:
         fact = run.reader.fact
         return {
             "config": run.config.model_dump(mode="json"),
@@ -258,7 +258,7 @@ def _clients(follower: Follower, evaluated: Sequence[int]) -> dict[str, Any]:
     if not evaluated:
         return {"count": 0, "rounds": [], "clients": [], "accuracy": [], "quantiles": []}
     rounds = evenly(evaluated, HEAT_ROUNDS)
-    with follower.look() as run:
+    with follower.opened() as run:
         last, names = run.reader.accuracies(rounds[-1]), run.clients
         ranked = sorted(last, key=lambda client: (last[client], client))
         shown = ends_and_middle(ranked, HEAT_CLIENTS)
@@ -281,20 +281,22 @@ def _compared(followers: Sequence[Follower]) -> dict[str, Any]:
             followers, key=lambda follower: follower.found.id
         ):  # one order for all: two never wait in a ring
             try:
-                run = stack.enter_context(each.look())
-                tables.comparison([run])  # whatever is wrong with this run shows here, before it meets the others
+                run = stack.enter_context(each.opened())
+                comparison_table.comparison(
+                    [run]
+                )  # whatever is wrong with this run shows here, before it meets the others
                 opened[each.found.id] = run
             except (FedpromptError, OSError) as error:
                 left_out.append({"name": each.found.name, "reason": clip(printable(str(error)), 600)})
         groups = families([opened[each.found.id] for each in followers if each.found.id in opened])
-        rows = [tables.row_of(group) for group in groups]
+        rows = [comparison_table.row_of(group) for group in groups]
     by_directory = {each.found.path: each for each in followers}
-    shown = tables.columns(rows)
+    shown = comparison_table.columns(rows)
     return {
-        "header": tables.header(shown),
-        "cells": [[[clip(cell.text, 300), cell.bold] for cell in line] for line in tables.cells(rows, shown)],
-        "notes": [clip(note, 2000) for note in tables.notes(rows)],
-        "explanations": tables.explanations(rows) if rows else [],
+        "header": comparison_table.header(shown),
+        "cells": [[[clip(cell.text, 300), cell.bold] for cell in line] for line in comparison_table.cells(rows, shown)],
+        "notes": [clip(note, 2000) for note in comparison_table.notes(rows)],
+        "explanations": comparison_table.explanations(rows) if rows else [],
         "curves": [_family_curve(group, [by_directory[run.directory] for run in group.runs]) for group in groups],
         "left_out": left_out,
     }

@@ -1,1 +1,1 @@
-"""Images, and which client holds which of them: sources -> partition -> manifest. No method or engine is known here."""
+"""Images, and which client holds which of them: sources -> partition -> manifest. Does not import methods or engines."""

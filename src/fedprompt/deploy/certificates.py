@@ -26,9 +26,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 AUTHORITY_DAYS = 3650
-SERVER_DAYS = 825  #: the longest that common TLS clients accept
-EARLIER = timedelta(hours=1)  #: before now, for sites whose clocks are slow
-LONGEST_KEY = 4096  #: bytes of a public key file
+SERVER_DAYS = 825  # the longest that common TLS clients accept
+EARLIER = timedelta(hours=1)  # before now, for sites whose clocks are slow
+LONGEST_KEY = 4096  # bytes of a public key file
 KEY_RULE = "be an OpenSSH public key of the kind ecdsa-sha2-nistp384 (ssh-keygen -t ecdsa -b 384)"
 
 

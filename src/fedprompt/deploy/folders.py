@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedprompt.data.manifest import LONGEST_NAME
+from fedprompt.data.partition.manifest import LONGEST_NAME
 from fedprompt.deploy.addresses import Address
 from fedprompt.errors import ConfigError, RunError, StorageError, broken
-from fedprompt.reading import read_bytes, read_json
+from fedprompt.io.bounded_read import read_bytes, read_json
 
 SERVER_FORMAT = "fedprompt-federation-1"
 SITE_FORMAT = "fedprompt-site-1"
-CONNECTION = "fedprompt"  #: what Flower's `flwr` calls the server
+CONNECTION = "fedprompt"  # what Flower's `flwr` calls the server
 
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 
@@ -33,9 +33,12 @@ _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 class ServerFolder:
     """`DIR/server`: the authority, the server's certificate, and who is let in."""
 
-    path: Path  #: absolute
-    address: Address  #: by which the sites reach the server
-    secure: bool = True  #: TLS and keys of sites; without, only on loopback
+    path: Path
+    """Absolute."""
+    address: Address
+    """By which the sites reach the server."""
+    secure: bool = True
+    """TLS and keys of sites; without, only on loopback."""
 
     @classmethod
     def create(cls, path: Path, address: Address, secure: bool = True) -> ServerFolder:
@@ -152,7 +155,8 @@ class ServerFolder:
 class SiteFolder:
     """`DIR/sites/NAME`: what a site needs to find the server, to trust it, and to be known by it."""
 
-    path: Path  #: absolute
+    path: Path
+    """Absolute."""
     name: str
     address: Address
     secure: bool = True
@@ -173,6 +177,9 @@ class SiteFolder:
                 write_site_key(folder.path, name)
             else:
                 write_new(folder.public_key, public_key)
+        from fedprompt.engines.remote.site_policy import FILE, default_text
+
+        (folder.path / FILE).write_text(default_text(), encoding="utf-8")
         facts = {"format": SITE_FORMAT, "name": name} | _server_facts(server.address, server.secure)
         _write_json(folder.path / "site.json", facts)
         return folder

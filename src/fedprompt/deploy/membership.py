@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedprompt.deploy.flower import check_installed, environment, no_server
+from fedprompt.deploy.flower_cli import check_installed, environment, no_server
 from fedprompt.deploy.folders import ServerFolder, read_public_key
-from fedprompt.deploy.probing import is_running
+from fedprompt.deploy.health import is_running
 from fedprompt.errors import RunError
 
 if TYPE_CHECKING:
-    from fedprompt.engines.flower.nodes import Node, Register
+    from fedprompt.engines.flower.node_registry import Node, Register
 
 
 def nodes(folder: ServerFolder) -> list[Node]:
@@ -50,7 +50,7 @@ def expel(folder: ServerFolder, name: str) -> None:
 
 
 def reconcile(folder: ServerFolder) -> dict[str, str]:
-    """Make the running server let in those in `keys/` and nobody else; why it refused some, by name."""
+    """Make the running server let in those in `keys/` and no others; why it refused some, by name."""
     from fedprompt.deploy.certificates import public_pem
 
     wanted = {public_pem(path.read_bytes(), name): name for name, path in folder.public_keys().items()}
@@ -72,7 +72,7 @@ def reconcile(folder: ServerFolder) -> dict[str, str]:
 @contextmanager
 def _register(folder: ServerFolder) -> Iterator[Register]:
     check_installed()
-    from fedprompt.engines.flower.nodes import Register
+    from fedprompt.engines.flower.node_registry import Register
 
     direct = environment(folder)
     os.environ.update({name: direct[name] for name in ("NO_PROXY", "no_proxy")})

@@ -19,21 +19,21 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.frames import Frame, Packing, Unpacking, read_frame, write_frame
-from fedprompt.engines.inprocess import InProcess
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.core.messages import Download, Failure, LocalUpdate, NextTraining
+from fedprompt.engines.framing import Frame, Packing, Unpacking, read_frame, write_frame
+from fedprompt.engines.in_process import InProcess
 from fedprompt.errors import FedpromptError, RunError, named
-from fedprompt.evaluation.metrics import ClientResult
-from fedprompt.federation.budget import settled
-from fedprompt.federation.messages import Ahead, Download, Failure, Reply
-from fedprompt.roles import Tensors
+from fedprompt.metrics.accuracy import ClientResult
+from fedprompt.privacy.budget import settled
+from fedprompt.tensors import Tensors
 
-MODULE = "fedprompt.engines.worker"
-LAST_WORDS = 20  #: lines of a worker's standard error that an error quotes
+MODULE = "fedprompt.engines.worker_process"
+LAST_WORDS = 20  # lines of a worker's standard error that an error quotes
 LONGEST_LINE = 2000
-PATIENCE = 5.0  #: seconds until a process that must end is given up
-AHEAD = 2  #: tasks for each worker that are at hand: the one under way, and the next
-WAITING = 8  #: tasks for each worker that may be done before it is their turn
+PATIENCE = 5.0  # seconds until a process that must end is given up
+AHEAD = 2  # tasks for each worker that are at hand: the one under way, and the next
+WAITING = 8  # tasks for each worker that may be done before it is their turn
 
 
 class WorkerDied(Exception):
@@ -86,7 +86,7 @@ class Worker:
         self._process.kill()
 
     def close(self) -> None:
-        """Let go of a killed one, once nobody reads or writes its pipes any more."""
+        """Let go of a killed one, once its pipes are no longer used."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE)
         self._listener.join(PATIENCE)
@@ -140,7 +140,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-class Crew:
+class WorkerPool:
     """Some workers, and a thread for each that waits for its answers. A task of one that dies is given to a new one, once."""
 
     def __init__(self, size: int) -> None:
@@ -158,7 +158,7 @@ class Crew:
             self.close()
             raise
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -240,19 +240,19 @@ class Crew:
 class Workers(InProcess):
     """The engine in many processes: groups of clients go to whoever is free, and answers come in the order of clients."""
 
-    def __init__(self, runtime: ClientRuntime, crew: Crew, ground: list[str]) -> None:
+    def __init__(self, runtime: ClientRuntime, crew: WorkerPool, ground: list[str]) -> None:
         super().__init__(runtime)
         self._crew = crew
         crew.begin(Frame({"kind": "begin", "config": _settings(runtime, crew.size)}), ground)
 
-    def survey(self, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]:
+    def survey(self, clients: Sequence[int], download: Download) -> Iterator[LocalUpdate | Failure]:
         return self._replies("survey", 0, clients, download)
 
-    def train(self, round: int, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]:
+    def train(self, round: int, clients: Sequence[int], download: Download) -> Iterator[LocalUpdate | Failure]:
         return self._replies("train", round, clients, download)
 
     def evaluate(
-        self, round: int, clients: Sequence[int], download: Download, ahead: Ahead | None = None
+        self, round: int, clients: Sequence[int], download: Download, ahead: NextTraining | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
         for answers, _ in self._answers("evaluate", round, clients, download):
             for each in answers:
@@ -261,7 +261,9 @@ class Workers(InProcess):
     def group_size(self, clients: int) -> int:
         return max(1, min(super().group_size(clients), math.ceil(clients / self._crew.size)))
 
-    def _replies(self, kind: str, round: int, clients: Sequence[int], download: Download) -> Iterator[Reply | Failure]:
+    def _replies(
+        self, kind: str, round: int, clients: Sequence[int], download: Download
+    ) -> Iterator[LocalUpdate | Failure]:
         for answers, take in self._answers(kind, round, clients, download):
             for each in answers:
                 client = each["client"]
@@ -270,7 +272,7 @@ class Workers(InProcess):
                 if "diverged" in each:
                     yield Failure(client, "finite", each["diverged"])
                 else:
-                    yield Reply(client, round, take(each["upload"]), each["samples"], each["loss"])
+                    yield LocalUpdate(client, round, take(each["upload"]), each["samples"], each["loss"])
 
     def _answers(
         self, kind: str, round: int, clients: Sequence[int], download: Download

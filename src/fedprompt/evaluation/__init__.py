@@ -1,1 +1,1 @@
-"""What a federation is measured by."""
+"""Evaluation protocols, label check and leak audit."""

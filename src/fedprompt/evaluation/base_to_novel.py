@@ -1,11 +1,11 @@
-"""Base-to-novel generalisation: a federation that learned some classes is asked about others.
+"""Base-to-novel generalisation: a federation that learned some classes is tested on others.
 
 The last `data.novel` of the classes never reach the federation. After the last round every client's parameters, at the
 configured point of evaluation, are tested on
 
     Local   its own test images               logits over the base classes, as in every round
     Base    all test images of base classes   the same logits
-    Novel   all test images of novel classes  logits over the novel class names alone
+    Novel   all test images of novel classes  logits over the novel class names only
 
     HM = 2 / (1/Base + 1/Novel),   HM3 = 3 / (1/Local + 1/Base + 1/Novel),   each figure the unweighted mean over clients
 """
@@ -15,27 +15,28 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from fedprompt.backbones.dual import DualEncoder
 from fedprompt.backbones.vit import ViT
+from fedprompt.client.factory import Prepared
+from fedprompt.client.novel_classes import renamed_world
+from fedprompt.client.runtime import ClientRuntime
 from fedprompt.config import Config
-from fedprompt.data.base import Source
-from fedprompt.data.manifest import Manifest
-from fedprompt.data.split import train_and_test
-from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import CommonImages
-from fedprompt.errors import ConfigError, broken
-from fedprompt.evaluation.novel_figures import EVENT, NovelFigures, harmonic_mean
-from fedprompt.federation.store import RunStore
-from fedprompt.method import Method, World
-from fedprompt.roles import Roles, Tensors
-from fedprompt.streams import SERVER, stream
+from fedprompt.core.messages import Download
+from fedprompt.core.method import World
+from fedprompt.data.cache.pixel_store import ImageStore
+from fedprompt.data.partition.manifest import Manifest
+from fedprompt.data.partition.split import train_and_test
+from fedprompt.data.sources.base import Source
+from fedprompt.data.sources.open import open_both
+from fedprompt.features.image_bank import CommonImages
+from fedprompt.federation.loop import AfterLastRound, Observer
+from fedprompt.runs.novel_figures import EVENT, NovelFigures, harmonic_mean, stored_figures
+from fedprompt.runs.store import RunStore
+from fedprompt.tensors import Tensors
 
 
 @dataclass(frozen=True)
@@ -97,40 +98,34 @@ class BaseToNovel:
 
 
 def remember(store: RunStore, round: int, figures: NovelFigures) -> None:
-    """One entry in the run file: it is all there, or not there at all."""
+    """One entry in the run file, written as a whole."""
     store.note(round, None, EVENT, json.dumps(figures))
 
 
 def base_test(source: Source, manifest: Manifest, config: Config) -> np.ndarray:
-    """Test images of the base classes, whoever holds them. A manifest that was read decides itself what is for testing."""
+    """Test images of the base classes, of all clients. A manifest from a file defines its own test images."""
     if config.partition.scheme == "manifest":
         return np.unique(manifest.clients.test.values)
     return train_and_test(source, config.data)[1]
 
 
-def renamed_world(world: World, class_names: tuple[str, ...], backbone: ViT) -> World:
-    """The same world with other classes."""
-    language = backbone.language(class_names) if isinstance(backbone, DualEncoder) else None
-    return replace(world, class_names=class_names, language=language)
+def novel_test(
+    runtime: ClientRuntime, prepared: Prepared, cache: Path, store: RunStore, observer: Observer
+) -> AfterLastRound | None:
+    """Run the tests after the last round if `data.novel` withheld some classes, unless they are done already."""
+    config = runtime.config
+    _, novel = open_both(config.data, cache) if config.data.novel else (None, None)
+    if novel is None or stored_figures(store) is not None:
+        return None
+    test = BaseToNovel.prepare(runtime, prepared.source, prepared.manifest, novel, prepared.backbone, cache)
 
+    def afterwards(round: int, clients: Sequence[int], download: Download) -> None:
+        found = store.evaluations(round)  # the last round is always evaluated
+        local = {client: result["correct"] / result["samples"] for client, result in found.items()}
 
-def require_names(method: Method, world: World, novel: Source, backbone: ViT, config: Config) -> None:
-    """Raise where a method could not tell novel classes apart after training: before it, and with the reason.
+        def progress(done: int) -> None:
+            observer.evaluated(round, done, len(clients))
 
-    A method says so itself, or the size of one of its tensors does: it changes when there are more classes.
-    """
-    label, share = config.label, config.data.novel
-    if not method.names_any_class:
-        rule = f"be 0 for {label}, which knows only the classes it was trained on"
-        raise ConfigError(broken("data.novel", rule, share))
-    method.check(renamed_world(world, novel.class_names, backbone), config.train)  # novel names may be longer
-    larger = replace(renamed_world(world, (*world.class_names, *novel.class_names), backbone), roles=Roles())
-    others = _sizes(method.init(larger, stream(config.seed, 0, SERVER, "init")))
-    bound = [name for name, size in _sizes(world.roles).items() if others.get(name) != size]
-    if bound:
-        rule = f"be 0 for {label} with these settings: the size of {', '.join(bound)} follows the number of classes"
-        raise ConfigError(broken("data.novel", rule, share))
+        remember(store, round, test.measure(round, clients, download, local, progress))
 
-
-def _sizes(roles: Roles) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in {**roles.shared, **roles.local, **roles.server}.items()}
+    return afterwards

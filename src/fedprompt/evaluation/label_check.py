@@ -22,16 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedprompt.engines.images import ImageBank
-from fedprompt.method import World
-from fedprompt.streams import SERVER, stream
+from fedprompt.core.method import World
+from fedprompt.features.image_bank import ImageBank
+from fedprompt.random_streams import SERVER, Stream, stream
 
-IMAGES = 512  #: test images that are looked at, at most
+IMAGES = 512  # test images that are looked at, at most
 PERMUTATIONS = 5
 STANDARD_ERRORS = 3.0
 WORDS = "a photo of a"
 
-LabelCheck = dict[str, Any]  #: plain figures, as the run file keeps them
+LabelCheck = dict[str, Any]  # plain figures, as the run file keeps them
 
 
 def check_labels(world: World, bank: ImageBank, seed: int) -> LabelCheck | None:
@@ -46,7 +46,7 @@ def check_labels(world: World, bank: ImageBank, seed: int) -> LabelCheck | None:
             indices.append(torch.from_numpy(images.indices)[positions])
             labels.append(images.labels[positions.to(images.labels.device)])
     features = bank.tables.features("image", torch.cat(indices), alone=True)
-    return figures(features, torch.cat(labels), world.text.said(WORDS), seed)
+    return figures(features, torch.cat(labels), world.text.encode_words(WORDS), seed)
 
 
 def figures(images: Tensor, labels: Tensor, text: Tensor, seed: int) -> LabelCheck:
@@ -94,9 +94,9 @@ def warning(check: Mapping[str, Any]) -> str | None:
     )
 
 
-def derangement(count: int, generator: torch.Generator) -> Tensor:
+def derangement(count: int, generator: Stream) -> Tensor:
     """A permutation that moves everyone: a random circle in which each takes the place of the next."""
-    circle = torch.randperm(count, generator=generator)
+    circle = generator.permutation(count)
     moved = torch.empty_like(circle)
     moved[circle] = circle.roll(-1)
     return moved

@@ -1,13 +1,13 @@
-"""Named series of runs: a protocol makes the configs, and everything after that is as for any other run.
+"""Named series of runs: a protocol only makes the configs.
 
     new clients     a share of the clients never trains, and only it is evaluated
-    base to novel   a share of the classes is kept from the federation, which is tested on them at the end
+    base to novel   a share of the classes is withheld from training and tested at the end
     comeback        a client misses some rounds, and the same runs without its absence
-    sweep           one setting takes one value after the other
-    ablation        pFedBayesPT without its distribution, without its mixture, and whole
+    sweep           one setting with several values
+    ablation        pFedBayesPT without its distribution, without its mixture, and complete
     heterogeneity   clients whose labels come from one of two subsets, or from both
 
-This module knows no torch until a method's settings are asked for.
+This module does not import torch until a method's settings are needed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 import yaml
 
 from fedprompt.config import Config
-from fedprompt.config_files import MOST_RUNS, file_name, load_alike, renamed, told_apart
+from fedprompt.config.config_files import MOST_RUNS, file_name, load_alike, renamed, told_apart
+from fedprompt.config.strict_yaml import read_yaml
 from fedprompt.errors import ConfigError, broken
-from fedprompt.yaml_text import read_yaml
 
 FULL = "pfedbayespt"
 ABLATED = ("pfedbayespt_d", "pfedbayespt_g", FULL)
@@ -42,7 +42,7 @@ SWEPT = (
     "aggregation",
     "attack",
     "privacy",
-)  #: sections with settings to sweep
+)  # sections with settings to sweep
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Axis:
         return cls(field, values_of(field, listed))
 
     def spelled_out(self) -> Axis:
-        """A method's setting by its name, where the paper's symbol was given: `method.v` is `method.predict_draws`."""
+        """A method's setting by its name if the paper's symbol was given: `method.v` is `method.predict_draws`."""
         section, _, name = self.field.partition(".")
         if section != "method":
             return self
-        from fedprompt import registry
+        from fedprompt.core import registry
 
         return dataclasses.replace(self, field=f"method.{registry.setting_name(name)}")
 
@@ -85,7 +85,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs along an axis, and where their picture goes."""
+    """The runs along an axis, and the path of their plot."""
 
     field: str
     configs: list[Config]
@@ -139,7 +139,7 @@ def new_clients(
 def base_to_novel(
     path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = (), share: float = 0.5
 ) -> list[Config]:
-    """The runs of a config with the last share of the classes kept from the federation and tested on at the end."""
+    """The runs of a config with the last share of the classes withheld from training and tested at the end."""
     if not 0 < share < 1:
         raise ConfigError(broken("--share", "be greater than 0 and less than 1", share))
     configs = load_alike(path, [*overrides, f"data.novel={share}"], seeds)
@@ -148,7 +148,7 @@ def base_to_novel(
 
 @dataclass(frozen=True)
 class Comeback:
-    """Runs with and without the absence of a client, and where their picture goes."""
+    """Runs with and without the absence of a client, and the path of their plot."""
 
     client: str
     away: tuple[int, int]
@@ -164,9 +164,9 @@ def comeback(
     missed: int = 5,
     first: int | None = None,
 ) -> Comeback:
-    """The runs of a config as it is, and with one client away for some rounds: from `first` on, or in the middle.
+    """The runs of an unchanged config, and with one client away for some rounds: from `first` on, or in the middle.
 
-    Every round is evaluated unless the overrides say otherwise, so that the client can be followed.
+    Every round is evaluated, unless the overrides say otherwise, to follow the client.
     """
     configs = load_alike(path, ["federation.evaluate_every=1", *overrides], seeds)
     rounds = min(config.federation.rounds for config in configs)
@@ -195,8 +195,8 @@ def client_called(text: str, configs: Iterable[Config]) -> str:
 
 
 def _client_in(text: str, config: Config) -> str:
-    from fedprompt.data.client_names import NumberedNames
-    from fedprompt.data.manifest import Manifest
+    from fedprompt.data.partition.client_names import NumberedNames
+    from fedprompt.data.partition.manifest import Manifest
 
     partition = config.partition
     if partition.scheme == "manifest" and partition.manifest is not None:
@@ -225,13 +225,13 @@ def sweep(axis: str, path: str | Path, overrides: Iterable[str] = (), seeds: Ite
 def ablation(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> list[Config]:
     """The three forms of pFedBayesPT on one config, each with those of the config's method settings that it has.
 
-    Where the config describes several methods, the settings are those of the whole form if it is among them.
+    If the config has several methods, the settings are those of the complete form if it is among them.
     """
-    from fedprompt import registry
+    from fedprompt.core import registry
 
     configs = load_alike(path, overrides, seeds)
     for config in configs:
-        registry.build(config.method, config.variant)  # a misspelt setting must not vanish among those a form lacks
+        registry.build(config.method, config.variant)  # a misspelt setting must not count as one that a form lacks
     known = registry.methods()
     made: dict[str, Config] = {}
     for config in [each for each in configs if each.method["name"] == FULL] or configs:

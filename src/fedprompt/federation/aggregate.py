@@ -2,7 +2,7 @@
 
 The weighted mean trusts everybody. The robust rules count each client once and read all of its tensors as one vector x_i of D numbers, in
 double precision; n is the number of clients that take part and f = floor(malicious * n) the number of them that may be malicious. A client
-whose weight is 0 takes no part, nor does one with a value that is not finite. Where nobody is left, every rule is the weighted mean.
+whose weight is 0 takes no part, nor does one with a value that is not finite. Where none is left, every rule is the weighted mean.
 Robust rules put the vectors in lexicographic order first: the order of clients changes no bit of a result, and the first vector wins a tie.
 """
 
@@ -11,47 +11,63 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
+from fedprompt.config.plugin_options import arguments
+from fedprompt.config.registries import AGGREGATORS
 from fedprompt.errors import ContractError, broken
-from fedprompt.roles import Tensors
+from fedprompt.tensors import Tensors
 
 if TYPE_CHECKING:
     from fedprompt.config import AggregationConfig
-    from fedprompt.method import Combine
+    from fedprompt.core.method import Combine
 
-STEPS = 1000  #: of the search for a geometric median, at most
-PRECISION = 1e-12  #: of that search, relative to the usual distance between clients
+STEPS = 1000  # of the search for a geometric median, at most
+PRECISION = 1e-12  # of that search, relative to the usual distance between clients
 
 
-def shares(sizes: Sequence[float]) -> list[float]:
-    """Non-negative weights that sum to one, in proportion to the sizes; clients without samples get nothing."""
-    if any(not size >= 0 for size in sizes):
-        raise ContractError(broken("aggregation weights", "be at least 0", list(sizes)))
-    total = sum(sizes)
-    if not 0 < total < float("inf"):
-        raise ContractError(broken("aggregation weights", "have a positive, finite sum", list(sizes)))
-    return [size / total for size in sizes]
+Rule = TypeVar("Rule", bound=Callable[..., Tensors])
+
+
+def register_aggregator(name: str) -> Callable[[Rule], Rule]:
+    """Make a rule of aggregation known under a name: `aggregation: {rule: ...}` in a config.
+
+    It is called as `Combine` says. Keyword-only parameters are its settings: `malicious` and `radius` come from the
+    section, all others from its `options`.
+    """
+    return AGGREGATORS.registrar(name)
 
 
 def rule(settings: AggregationConfig) -> Combine:
     """The function a config asks for."""
-    malicious, radius = settings.malicious, settings.radius
-    rules: dict[str, Combine] = {
-        "mean": weighted_mean,
-        "median": median,
-        "trimmed_mean": partial(trimmed_mean, malicious=malicious),
-        "krum": partial(krum, malicious=malicious),
-        "multi_krum": partial(multi_krum, malicious=malicious),
-        "geometric_median": geometric_median,
-        "clipped_mean": partial(clipped_mean, radius=radius),
-    }
-    return rules[settings.rule]
+    found: Combine = AGGREGATORS.get(settings.rule)
+    combine = partial(found, **arguments(settings, "aggregation", settings.rule, found))
+    return combine if settings.rule in AGGREGATORS.fixed else _checked(combine, settings.rule)
 
 
+def _checked(combine: Combine, name: str) -> Combine:
+    """A rule of others, held to giving tensors like those it was given."""
+
+    def checked(tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None) -> Tensors:
+        result = combine(tensors, weights, around)
+        wanted, found = _kinds(tensors[0]), _kinds(result) if isinstance(result, dict) else result
+        if found != wanted:
+            raise ContractError(
+                broken(f"aggregation.rule {name!r}", f"give tensors like those of a client {wanted}", found)
+            )
+        return result
+
+    return checked
+
+
+def _kinds(tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+@register_aggregator("mean")
 def weighted_mean(tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None) -> Tensors:
     """The weighted mean of each named tensor. Summed in double precision; the caller fixes the order of clients."""
     if not tensors:
@@ -65,11 +81,13 @@ def weighted_mean(tensors: Sequence[Tensors], weights: Sequence[float], around: 
     return result
 
 
+@register_aggregator("median")
 def median(tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None) -> Tensors:
     """The median of every number by itself; of an even cohort, the mean of the two in the middle."""
     return _robust(tensors, weights, _middle)
 
 
+@register_aggregator("trimmed_mean")
 def trimmed_mean(
     tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None, *, malicious: float
 ) -> Tensors:
@@ -82,6 +100,7 @@ def trimmed_mean(
     return _robust(tensors, weights, estimate)
 
 
+@register_aggregator("krum")
 def krum(
     tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None, *, malicious: float
 ) -> Tensors:
@@ -89,6 +108,7 @@ def krum(
     return _robust(tensors, weights, lambda rows: rows[krum_order(rows, _most_malicious(malicious, len(rows)))[0]])
 
 
+@register_aggregator("multi_krum")
 def multi_krum(
     tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None, *, malicious: float
 ) -> Tensors:
@@ -109,6 +129,7 @@ def krum_order(rows: Tensor, f: int) -> Tensor:
     return others.sum(1).argsort(stable=True)
 
 
+@register_aggregator("geometric_median")
 def geometric_median(tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None) -> Tensors:
     """The vector with the smallest sum of distances to those of the clients, see `geometric_centre`."""
     return _robust(tensors, weights, geometric_centre)
@@ -144,9 +165,11 @@ def geometric_centre(rows: Tensor) -> Tensor:
             break
         moving = 1 - held / pull
         parts = moving * pulls / pulls.sum() + (1 - moving) * parts
-    return parts @ points
+    centre: Tensor = parts @ points
+    return centre
 
 
+@register_aggregator("clipped_mean")
 def clipped_mean(
     tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None, *, radius: float
 ) -> Tensors:
@@ -160,7 +183,8 @@ def clipped_mean(
         origin = _flat(centre)
         changes = rows - origin
         lengths = torch.linalg.vector_norm(changes, dim=1, keepdim=True)
-        return origin + (changes * (radius / lengths).clamp_max(1)).mean(0)
+        mean: Tensor = origin + (changes * (radius / lengths).clamp_max(1)).mean(0)
+        return mean
 
     return _robust(tensors, weights, estimate)
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fedprompt.config import AttackConfig
-from fedprompt.federation.messages import Reply
-from fedprompt.roles import Tensors
+from fedprompt.core.messages import LocalUpdate
+from fedprompt.tensors import Tensors
 
 STRENGTHS = {"scale": 10.0, "sign_flip": 1.0, "forged_weight": 1000.0}
 
@@ -30,7 +30,7 @@ def flipped(labels: Tensor, classes: int) -> Tensor:
     return classes - 1 - labels
 
 
-def corrupted(reply: Reply, reference: Tensors, attack: AttackConfig) -> Reply:
+def corrupted(reply: LocalUpdate, reference: Tensors, attack: AttackConfig) -> LocalUpdate:
     """What a malicious client sends instead of the reply it should; `reference` holds the shared tensors it started from."""
     strength = attack.strength or STRENGTHS.get(attack.kind, 1.0)
     if attack.kind == "nan":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fedprompt.config import Config, PrivacyConfig
+from fedprompt.core.client_sampling import cohort_size
+from fedprompt.core.method import Method, World
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.federation.privacy import bound_of
-from fedprompt.federation.sampling import cohort_size
-from fedprompt.method import Method, World
-from fedprompt.roles import Roles
+from fedprompt.privacy.mechanism import bound_of
 
-SMALLEST_SUM = 3  #: of two clients each knows the other's part
+SMALLEST_SUM = 3  # of two clients each knows the other's part
 
 
 def check_protections(config: Config, method: Method, world: World) -> None:

@@ -26,31 +26,32 @@ from statistics import median_low
 import torch
 
 from fedprompt.config import GuardConfig
-from fedprompt.federation import wire
-from fedprompt.federation.messages import COHORT, Failure, Reply
-from fedprompt.federation.privacy import WITHIN
-from fedprompt.federation.wire import Fault
-from fedprompt.roles import Roles, Tensors
+from fedprompt.core import wire
+from fedprompt.core.messages import COHORT, Failure, LocalUpdate
+from fedprompt.core.roles import Roles
+from fedprompt.core.wire import Fault
+from fedprompt.privacy.mechanism import WITHIN
+from fedprompt.tensors import Tensors
 
-ROOM = 1.5  #: of a message over the bytes of its declared tensors: statistics may come in double precision
-NAMES = 4096  #: bytes for names and shapes
-LARGEST_LOSS = 1e30  #: that of a cohort can still be added up
+ROOM = 1.5  # of a message over the bytes of its declared tensors: statistics may come in double precision
+NAMES = 4096  # bytes for names and shapes
+LARGEST_LOSS = 1e30  # that of a cohort can still be added up
 
-Reference = Callable[[int], Tensors]  #: the shared tensors a client started from
+Reference = Callable[[int], Tensors]  # the shared tensors a client started from
 
 
 @dataclass(frozen=True)
 class Admitted:
     """What is left of a cohort's replies, and what was kept out."""
 
-    replies: list[Reply]
+    updates: list[LocalUpdate]
     refused: list[Failure]
 
     def answered(self, cohort: Sequence[int]) -> int:
         """The clients whose updates are in; a reply for the whole cohort stands for all that did not fail."""
-        if any(reply.client == COHORT for reply in self.replies):
+        if any(update.client == COHORT for update in self.updates):
             return len(cohort) - len(self.refused)
-        return len(self.replies)
+        return len(self.updates)
 
 
 class Guard:
@@ -61,7 +62,7 @@ class Guard:
 
     def admit(
         self,
-        arriving: Iterable[Reply | Failure],
+        replies: Iterable[LocalUpdate | Failure],
         round: int,
         cohort: Sequence[int],
         reference: Reference,
@@ -74,9 +75,9 @@ class Guard:
         when = "round" if round else "start"
         expected = frozenset((COHORT,) if as_one else cohort)
         clients = len(cohort) if as_one else 1
-        good: dict[int, Reply] = {}
+        good: dict[int, LocalUpdate] = {}
         refused: list[Failure] = []
-        for message in arriving:
+        for message in replies:
             if isinstance(message, Failure):
                 refused.append(message)
                 continue
@@ -95,7 +96,7 @@ class Guard:
         """How many updates of a cohort must be accepted."""
         return math.ceil(self._settings.quorum * len(cohort))
 
-    def weights(self, replies: Sequence[Reply]) -> tuple[list[float], list[Failure]]:
+    def weights(self, replies: Sequence[LocalUpdate]) -> tuple[list[float], list[Failure]]:
         """What each reply counts, in images, and whose claim was cut to the cap."""
         claims = [float(reply.samples) for reply in replies]
         if self._settings.weight_cap is None or not claims:
@@ -108,7 +109,9 @@ class Guard:
         ]
         return [min(claim, cap) for claim in claims], cut
 
-    def _out_of_turn(self, reply: Reply, round: int, expected: Collection[int], good: Collection[int]) -> Fault | None:
+    def _out_of_turn(
+        self, reply: LocalUpdate, round: int, expected: Collection[int], good: Collection[int]
+    ) -> Fault | None:
         if reply.client not in expected:
             return Fault("client", f"must be one of the clients that were asked, got {reply.client}")
         if reply.client in good:
@@ -117,7 +120,7 @@ class Guard:
             return Fault("round", f"must answer round {round}, got {reply.round}")
         return None
 
-    def _malformed(self, reply: Reply, when: str, clients: int) -> Fault | None:
+    def _malformed(self, reply: LocalUpdate, when: str, clients: int) -> Fault | None:
         """What is wrong with a reply that stands for so many clients."""
         most_samples = clients * (1 if self._private else self._settings.max_samples)
         if type(reply.samples) is not int or not 0 < reply.samples <= most_samples:
@@ -129,7 +132,7 @@ class Guard:
             return Fault("bytes", f"must be at most {most}, got {size}")
         return wire.find_fault(reply.upload, self._roles, when) or self._wrong_tally(reply, when, clients)
 
-    def _wrong_tally(self, reply: Reply, when: str, clients: int) -> Fault | None:
+    def _wrong_tally(self, reply: LocalUpdate, when: str, clients: int) -> Fault | None:
         """Counts of images cannot be more than there are; noise makes an exception of all but the bit that was never noised."""
         statistics = self._roles.statistics(when)
         limits: dict[str, int] = {WITHIN: clients} if WITHIN in statistics else {}
@@ -150,7 +153,7 @@ class Guard:
         summed = self._counts(when) | {name for name, each in statistics.items() if each.count is not None}
         return {name: tensor * share if name in summed and share < 1 else tensor for name, tensor in upload.items()}
 
-    def _too_long(self, reply: Reply, reference: Reference) -> Fault | None:
+    def _too_long(self, reply: LocalUpdate, reference: Reference) -> Fault | None:
         bound = self._settings.norm
         if bound is None:
             return None
@@ -165,7 +168,7 @@ class Guard:
         numbers = sum(torch.Size(each.shape).numel() for each in self._roles.statistics(when).values())
         return int(ROOM * (shared + 8 * numbers)) + NAMES
 
-    def _outliers(self, replies: Iterable[Reply], reference: Reference, when: str) -> dict[int, str]:
+    def _outliers(self, replies: Iterable[LocalUpdate], reference: Reference, when: str) -> dict[int, str]:
         """Clients with a part that is much longer than the median of the cohort's, and which part."""
         factor, found = self._settings.norm_factor, {}
         if factor is None:
@@ -184,7 +187,7 @@ class Guard:
         """The statistics that tell how many images are in the rows of others."""
         return {each.count for each in self._roles.statistics(when).values() if each.count is not None}
 
-    def _lengths(self, reply: Reply, reference: Reference, when: str) -> dict[str, float]:
+    def _lengths(self, reply: LocalUpdate, reference: Reference, when: str) -> dict[str, float]:
         """The norm of the update, and of every statistic per image it was summed over; counts of images are as they are."""
         lengths = {"update": update_norm(reply.upload, reference(reply.client))} if when == "round" else {}
         statistics = self._roles.statistics(when)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fedprompt.errors import RunError
-from fedprompt.prompts.cells import Cells, Projection
-from fedprompt.prompts.neighbours import Block
+from fedprompt.modules.ann_index import Cells, Projection
+from fedprompt.modules.knn import Block
 
-LEAST = 20_000  #: rows below which there is nothing to gain from an index
-SHORTLIST = 16  #: rows that are compared exactly for each that is wanted
+LEAST = 20_000  # rows below which there is nothing to gain from an index
+SHORTLIST = 16  # rows that are compared exactly for each that is wanted
 NUMBER = np.dtype("<f4")
 
 
@@ -36,11 +36,11 @@ class PoolIndex:
         self._rows, self._stored = rows, stored
         self._projection: Projection | None = None
         self._cells: Cells | None = None
-        self._newer: set[int] = set()  #: clients whose rows are newer than the cells
-        self.unstored: bytes | None = None  #: centres that are to be committed
+        self._newer: set[int] = set()  # clients whose rows are newer than the cells
+        self.unstored: bytes | None = None  # centres that are to be committed
 
     def shortlists(self, own: Mapping[int, Tensor], count: int) -> dict[int, list[int]]:
-        """Likely neighbours of flat rows; nobody's in a small pool, and none where too few are found, as among many equal rows."""
+        """Likely neighbours of flat rows; none in a small pool, and none where too few are found, as among many equal rows."""
         most = SHORTLIST * count
         clients = self._rows.clients()
         if not own or len(clients) < max(LEAST, 2 * most):

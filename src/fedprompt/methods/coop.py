@@ -1,24 +1,23 @@
-"""CoOp (Zhou et al., 2022) on every client alone: a learnable text context that is never shared.
+"""CoOp (Zhou et al., 2022) at every client: a learnable text context that is never shared.
 
-It trains in every round its client takes part in, as many epochs as the others do, so it costs what they cost.
+It trains in every round in which its client takes part, with the same number of epochs as other methods.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from fedprompt.method import World
+from fedprompt.core.method import World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.registry import register
-from fedprompt.roles import Roles
+from fedprompt.random_streams import Stream
 
 
 @register("coop")
 @dataclass(frozen=True)
 class CoOp(PromptFL):
-    """A text context of every client's own."""
+    """A local text context for every client."""
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         return Roles(local=super().init(world, generator).shared)

@@ -1,4 +1,4 @@
-"""FedCLIP (Lu et al., 2023, arXiv 2302.13485): an attention adapter on the image feature, and nothing else, is trained and averaged.
+"""FedCLIP (Lu et al., 2023, arXiv 2302.13485): only an attention adapter on the image feature is trained and averaged.
 
     A(f)     = softmax(W_2 tanh(W_1 f + b_1) + b_2)          W_1, W_2 square; f the image's unit vector
     I        = normalise(A(f) * f)                           entry by entry
@@ -8,17 +8,19 @@ Training contrasts the images of a batch with the texts of their own labels, bot
 
     loss = 1/2 mean_b [ -log( e^{s_bb} / sum_j e^{s_bj} )  -log( e^{s_bb} / sum_j e^{s_jb} ) ]
 
-Several images of one class in a batch have one text. The paper's targets are the diagonal all the same; spreading them evenly over the
-pairs of equal label would change nothing. In a row b the scores of equal labels are equal, so each has the same loss. In the columns
-of one class, which are copies of each other, the diagonal picks each image of the class once, and so does the even spread over k images
-in k copies. Value and gradient are the same (there is a test), so there is no option. Classes that are not in the batch are no negatives;
-`objective: cross_entropy` takes all classes of the world instead.
+Several images of one class in a batch have one text. The paper's targets are still the diagonal; spreading them evenly
+over the pairs of equal label would change nothing. In a row b the scores of equal labels are equal, so each has the
+same loss. In the columns of one class, which are copies of each other, the diagonal picks each image of the class once,
+and so does the even spread over k images in k copies. Value and gradient are the same (there is a test), so there is no
+option. Classes that are not in the batch are no negatives; `objective: cross_entropy` takes all classes instead.
 
-Because I is normalised, the adapter is a weighting of the entries of f relative to each other: with W_2 = 0, b_2 = 0 this is zero-shot
-classification. W and b start as torch's linear layers do. With D = 512 there are 2 (512^2 + 512) = 525,312 numbers to send.
+Because I is normalised, the adapter is a weighting of the entries of f relative to each other: with W_2 = 0, b_2 = 0
+this is zero-shot classification. W and b start as torch's linear layers do. With D = 512 there are 2 (512^2 + 512) =
+525,312 numbers to send.
 
-The paper trains with Adam (rate 5e-5, betas 0.9 and 0.98, decay 0.2) and lets every client keep its best adapter; here it is SGD like for
-all methods, which wants a larger rate (`train.lrs: {"adapter.*": ...}`), and clients predict with the averaged adapter.
+The paper trains with Adam (rate 5e-5, betas 0.9 and 0.98, decay 0.2) and lets every client keep its best adapter; here
+it is SGD like for all methods, which needs a larger rate (`train.lrs: {"adapter.*": ...}`), and clients predict with
+the averaged adapter.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Method, Seen, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Method, Seen, World
-from fedprompt.methods.with_text import similarity
-from fedprompt.prompts.starts import linear_layer
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors, stripped
+from fedprompt.methods.bases.with_text import similarity
+from fedprompt.modules.init import linear_layer
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, stripped
 
 ADAPTER = "adapter."
 
@@ -47,10 +51,10 @@ ADAPTER = "adapter."
 class FedCLIP(Method):
     """An averaged attention over the entries of the image feature."""
 
-    words: Annotated[str, Field(min_length=1)] = "a photo of a"  #: before the class name
-    objective: Literal["contrastive", "cross_entropy"] = (
-        "contrastive"  #: against the texts of the batch, or of all classes
-    )
+    words: Annotated[str, Field(min_length=1)] = "a photo of a"
+    """Words before the class name."""
+    objective: Literal["contrastive", "cross_entropy"] = "contrastive"
+    """Contrast with the texts of the batch, or cross-entropy over all classes."""
 
     @property
     def uses_text(self) -> bool:
@@ -64,7 +68,7 @@ class FedCLIP(Method):
         if not len(world.text.words(self.words)):
             raise ConfigError(broken("method.words", "have at least one token", self.words))
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         width = world.text.features
         drawn = {
             **linear_layer(ADAPTER + "in", width, width, generator),
@@ -73,7 +77,7 @@ class FedCLIP(Method):
         return Roles(shared=world.placed(drawn))
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
-        return {**received, "class_features": world.text.said(self.words)}
+        return {**received, "class_features": world.text.encode_words(self.words)}
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         adapted = F.normalize(attention(stripped(ADAPTER, params), seen.image) * seen.image, dim=-1)
@@ -92,7 +96,7 @@ def attention(weights: Tensors, features: Tensor) -> Tensor:
 
 
 def contrast(logits: Tensor, batch: Batch) -> Tensor:
-    """The symmetric contrastive loss of a batch whose logits over all classes are (B, C); padding is no partner of anything."""
+    """The symmetric contrastive loss of a batch whose logits over all classes are (B, C); padding forms no pairs."""
     pairs = logits[:, batch.labels]  # (B, B), image by text
     present = torch.zeros_like(pairs[0]) if batch.weights is None else batch.weights.log()
     own = pairs.diagonal()

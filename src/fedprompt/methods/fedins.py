@@ -1,16 +1,17 @@
 """A pool of prompts from which every image picks, after FedIns (Feng et al., ICCV 2023, arXiv 2308.06051).
 
-FedIns keeps a pool of scale-and-shift sets (SSF: gamma * h + beta after every operation) for a frozen ViT. Here *prompts take the place of
-scale and shift*: a set is `prompt_tokens` tokens for each prompted block, inserted as in FedVPT. What is kept is how sets are picked:
+FedIns keeps a pool of scale-and-shift sets (SSF: gamma * h + beta after every operation) for a frozen ViT. Here
+*prompts replace scale and shift*: a set is `prompt_tokens` tokens for each prompted block, inserted as in FedVPT. The
+choice of sets is unchanged:
 
-    query    q = CLS of the un-prompted pass
+    query    q = CLS of the pass without prompts
     picks    the k sets with the highest cos(q, key_i), image by image
     prompt   P(x) = mean of the picked sets; with a pool of heads, also logits(x) = mean of the picked heads' logits
     loss     (1 - lambda) CE + lambda (1 - sim),   sim = sum (as in the authors' code) or mean of the k cosines
 
-Sets, keys and heads are shared and averaged. The authors weigh clients equally: `federation.weighting: uniform`. Picking is hard, so keys
-learn from sim alone. Keys start in uniformly random directions (our choice); sets start as FedVPT's prompts and heads at zero, so a pool of
-one set with lambda = 0 is FedVPT.
+Sets, keys and heads are shared and averaged. The authors weight clients equally: `federation.weighting: uniform`. The
+choice is not differentiable, so keys learn only from sim. Keys start in uniformly random directions (our choice); sets
+start as FedVPT's prompts and heads at zero, so a pool of one set with lambda = 0 is FedVPT.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Mixture, Prompts, Seen, Stage, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Mixture, Prompts, Seen, Stage, World
-from fedprompt.methods.with_head import WithHead
-from fedprompt.prompts import heads
-from fedprompt.prompts.insertion import VisionPrompt, vpt_init
-from fedprompt.prompts.keys import cosine
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors
+from fedprompt.methods.bases.with_head import WithHead
+from fedprompt.modules import heads
+from fedprompt.modules.insertion import VisionPrompt, vpt_init
+from fedprompt.modules.prompt_keys import cosine
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 POOL = "pool."
 
@@ -40,14 +43,22 @@ POOL = "pool."
 class FedIns(WithHead):
     """Every image picks its prompts, and its heads, from a shared pool."""
 
-    head: Literal["local", "shared", "shared_then_finetune"] = "shared"  #: who owns the head, or the pool of heads
-    pool: Annotated[int, Field(ge=1)] = 25  #: sets to pick from
-    picks: Annotated[int, Field(ge=1)] = 3  #: k, sets that an image picks
-    prompt_tokens: Annotated[int, Field(ge=0)] = 10  #: K, tokens of a set at each prompted block
-    depth: Annotated[int, Field(ge=1)] | None = None  #: blocks that a set prompts, counted from the first; null for all
-    pool_heads: bool = True  #: every set has a head of its own; otherwise there is one head
-    key_weight: Annotated[float, Field(ge=0, le=1)] = 0.1  #: lambda, of the loss that draws picked keys to their images
-    similarity: Literal["sum", "mean"] = "sum"  #: of the cosines of the picked keys
+    head: Literal["local", "shared", "shared_then_finetune"] = "shared"
+    """Where the head, or the pool of heads, is kept."""
+    pool: Annotated[int, Field(ge=1)] = 25
+    """Number of prompt sets in the pool."""
+    picks: Annotated[int, Field(ge=1)] = 3
+    """k, sets that an image picks."""
+    prompt_tokens: Annotated[int, Field(ge=0)] = 10
+    """K, tokens of a set at each prompted block."""
+    depth: Annotated[int, Field(ge=1)] | None = None
+    """Blocks that a set prompts, counted from the first; null for all."""
+    pool_heads: bool = True
+    """Every set has its own head; otherwise there is one head."""
+    key_weight: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Lambda, weight of the loss that pulls picked keys to their images."""
+    similarity: Literal["sum", "mean"] = "sum"
+    """How the cosines of the picked keys are combined."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -62,12 +73,12 @@ class FedIns(WithHead):
             raise ConfigError(broken("method.picks", f"be at most the {self.pool} sets of the pool", self.picks))
         world.check_depth("method.depth", self.depth)
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         depth = self.depth or world.blocks
         prompts = vpt_init(self.pool * depth, self.prompt_tokens, world.width, world.patch, generator)
         shared = {
             "pool.prompts": prompts.unflatten(0, (self.pool, depth)),
-            "pool.keys": torch.randn(self.pool, world.width, generator=generator),
+            "pool.keys": generator.normal(self.pool, world.width),
         }
         roles = Roles(shared=world.placed(shared))
         return self.with_head(world, roles)

@@ -1,10 +1,10 @@
 """FedMaPLe and FedVLP: prompts for the text tower and the image tower, all averaged.
 
 The text context P (m, d_t) stands with every class name; prompts V_j (m, d_v) enter the image tower before each of its
-first J blocks and replace those of the block before. Behind block J they travel on.
+first J blocks and replace those of the block before. After block J they are kept.
 
     coupling `maple`        V_j = P W_j^T + b_j      MaPLe (Khattak et al., CVPR 2023): made of the text context
-    coupling `independent`  V_j is a prompt itself   IVLP and FedVLP: each tower is prompted on its own
+    coupling `independent`  V_j is a prompt itself   IVLP and FedVLP: each tower has its own prompts
 
     T_c = g([P, name c]),   I_b = f([image b, V]),   local objective CE(scale * I T^T, y),   plain federated averaging of everything
 
@@ -25,14 +25,16 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Prompts, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Prompts, World
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.prompts.contexts import random_context
-from fedprompt.prompts.insertion import VisionPrompt
-from fedprompt.prompts.starts import linear_layer
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors
+from fedprompt.modules.contexts import random_context
+from fedprompt.modules.init import linear_layer
+from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 MAPLE_DEPTH = 9
 
@@ -42,16 +44,14 @@ MAPLE_DEPTH = 9
 class FedMaPLe(PromptFL):
     """Text and vision prompts averaged over clients. MaPLe begins with `context_words: a photo`."""
 
-    context_tokens: Annotated[int, Field(ge=1)] = 2  #: m, learnable words of a context
-    coupling: Literal["maple", "independent"] = (
-        "maple"  #: vision prompts are linear maps of the text context, or prompts of their own
-    )
-    vision_tokens: Annotated[int, Field(ge=0)] | None = (
-        None  #: for each prompted block; null for as many as the context has, which is all that coupling maple allows
-    )
-    vision_depth: Annotated[int, Field(ge=1)] | None = (
-        None  #: J, blocks that get vision prompts of their own; null for MaPLe's nine, or all of a tower with fewer
-    )
+    context_tokens: Annotated[int, Field(ge=1)] = 2
+    """m, learnable words of a context."""
+    coupling: Literal["maple", "independent"] = "maple"
+    """Vision prompts are linear maps of the text context, or independent prompts."""
+    vision_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Vision tokens per prompted block; null for the context's length, the only value that coupling maple allows."""
+    vision_depth: Annotated[int, Field(ge=1)] | None = None
+    """J, number of blocks with vision prompts; null for MaPLe's nine, or all blocks of a smaller tower."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
@@ -64,7 +64,7 @@ class FedMaPLe(PromptFL):
             rule = f"be the {self.context_length(world)} of the context, or null, with coupling maple"
             raise ConfigError(broken("method.vision_tokens", rule, self.vision_tokens))
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         shared = super().init(world, generator).shared
         depth = self.vision_depth or min(MAPLE_DEPTH, world.blocks)
         if self.coupling == "maple":
@@ -87,6 +87,6 @@ class FedMaPLe(PromptFL):
         return mapped + params["coupling.bias"].unsqueeze(1)
 
 
-def _new_maps(depth: int, text_width: int, width: int, generator: torch.Generator) -> Tensors:
-    """J linear maps from the text tower's width to the image tower's, at torch's usual start: uniform in ±1 / sqrt(d_t)."""
+def _new_maps(depth: int, text_width: int, width: int, generator: Stream) -> Tensors:
+    """J linear maps from the text tower's width to the image tower's, uniform in ±1 / sqrt(d_t) as in torch."""
     return linear_layer("coupling", width, text_width, generator, stacked=(depth,))

@@ -1,14 +1,16 @@
-"""FedOTP (Li et al., CVPR 2024): the patches of an image are carried to a global and a local context by optimal transport.
+"""FedOTP (Li et al., CVPR 2024): optimal transport matches the patches of an image to a global and a local context.
 
 For image b and class c, with unit vectors F_m of the M patches and T_n,c of the class in the N = 2 contexts:
 
-    S[m, n] = <F_m, T_n,c>,   T* = plan of the costs 1 - S (`fedprompt.prompts.transport`),   logits[b, c] = scale * sum_mn T*[m, n] S[m, n]
+    S[m, n] = <F_m, T_n,c>,   T* = plan of the costs 1 - S (`modules/optimal_transport.py`), logits[b, c] = scale * sum_mn T*[m, n] S[m, n]
 
-Each context takes the mass gamma / 2 exactly, each patch gives 1 / M at most: with gamma < 1 patches that fit neither are left out, and
-logits are at most gamma * scale. The plan carries no gradient. The global context is averaged, the local one stays.
+Each context takes the mass gamma / 2 exactly, each patch gives 1 / M at most: with gamma < 1 patches that fit neither
+are left out, and logits are at most gamma * scale. The plan carries no gradient. The global context is averaged, the
+local one stays.
 
-The authors' code iterates with the kernel itself, in half precision, and ends in NaN where that underflows; it stops when a batch has
-converged on average. Ours works with logarithms, and for a fixed number of iterations. Nor does every client train in its first round.
+The authors' code iterates with the kernel itself, in half precision, and gives NaN where that underflows; it stops when
+a batch has converged on average, and trains all clients in the first round. Ours uses logarithms and a fixed number of
+iterations, and trains only the cohort.
 """
 
 from __future__ import annotations
@@ -20,25 +22,27 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedprompt.method import Batch, Seen, World
-from fedprompt.methods.with_own import WithOwnContext
-from fedprompt.methods.with_text import precise
-from fedprompt.prompts.transport import transport_plan
-from fedprompt.registry import register
-from fedprompt.roles import Tensors
+from fedprompt.core.method import Batch, Seen, World
+from fedprompt.core.registry import register
+from fedprompt.methods.bases.with_local import WithLocalContext
+from fedprompt.methods.bases.with_text import precise
+from fedprompt.modules.optimal_transport import transport_plan
+from fedprompt.tensors import Tensors
 
 
 @register("fedotp")
 @dataclass(frozen=True)
-class FedOTP(WithOwnContext):
-    """A global and a local context that share the patches among them."""
+class FedOTP(WithLocalContext):
+    """A global and a local context that divide the patches of an image between them."""
 
-    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = (
-        0.1  #: weight of the plan's entropy; the smaller, the sharper
-    )
-    mass: Annotated[float, Field(gt=0, le=1)] = 0.8  #: gamma, how much of the patches is carried
-    balanced: bool = False  #: every patch is carried as a whole; `mass` then does not count
-    iterations: Annotated[int, Field(ge=1)] = 100  #: of Sinkhorn's algorithm, for every image and class
+    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    """Weight of the plan's entropy; the smaller, the sharper."""
+    mass: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Gamma, share of the patches that is transported."""
+    balanced: bool = False
+    """Transport all of every patch; `mass` is then ignored."""
+    iterations: Annotated[int, Field(ge=1)] = 100
+    """Iterations of Sinkhorn's algorithm, for every image and class."""
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -1,18 +1,20 @@
-"""FedPHA (ICML 2025): a global context of one length for all, and local ones of any length that keep apart from it.
+"""FedPHA (ICML 2025): a global context of one length for all, and distant local ones of any length.
 
 With the text features t_G of the global context G, t_L of the local one L, and t_Q of L Q, L after a projection:
 
     loss = CE(t_L) + CE(t_G) + mean (t_L - t_Q)^2 + mean_c relu(alpha - ||t_L,c - t_G,c||)
     Q    = V_2 V_2^T,   V_2 the right-singular vectors of G from number int(r (1 - ratio)) on, r of them in all
 
-Predictions come from the local context alone. G is averaged, L stays; of a client that never took part, G predicts.
+Predictions use only the local context. G is averaged, L stays; a client that never took part predicts with G.
 
-- G is trained too, so Q is computed anew in every step, from a copy of G that gets no gradient from it. t_Q has one with respect to L.
-- The singular value decomposition is a thin one: r = min(m, d). So Q keeps the weaker directions *of what G spans* and drops everything
-  outside. It is not the null-space projector its authors call it, and with m = 4 and ratio 0.8, their numbers, it drops nothing of G.
-- int(r (1 - ratio)) is rounded down from the decimal number: r = 10 and ratio 0.8 leave out 2 directions, where the floating-point
-  expression gives 1. Directions in which G does not extend at all (words that occur twice) are left out as well: which they are would
-  be up to the linear algebra library.
+- G is trained too, so Q is computed again in every step, from a copy of G that gets no gradient from it. t_Q has one
+  with respect to L.
+- The singular value decomposition is a thin one: r = min(m, d). So Q keeps the weaker directions *of what G spans* and
+  drops everything outside. It is not the null-space projector its authors call it, and with m = 4 and ratio 0.8, their
+  numbers, it drops nothing of G.
+- int(r (1 - ratio)) is rounded down from the decimal number: r = 10 and ratio 0.8 leave out 2 directions, where the
+  floating-point expression gives 1. Directions outside the span of G (it has a lower rank if words occur twice) are
+  left out as well: they would depend on the linear algebra library.
 - The mean of squares runs over classes and dimensions, so this term is small, at most 4 / D.
 """
 
@@ -27,31 +29,34 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Prompts, Seen, World
+from fedprompt.core.registry import register
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Prompts, Seen, World
-from fedprompt.methods.with_own import WithOwnContext
-from fedprompt.methods.with_text import check_room, similarity
-from fedprompt.registry import register
-from fedprompt.roles import Tensors
+from fedprompt.methods.bases.with_local import WithLocalContext
+from fedprompt.methods.bases.with_text import check_room, similarity
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 Length = Annotated[int, Field(ge=1)]
 
 
 @register("fedpha")
 @dataclass(frozen=True)
-class FedPHA(WithOwnContext):
-    """A global context, and local ones of lengths of their own."""
+class FedPHA(WithLocalContext):
+    """A global context, and local ones of any length."""
 
-    context_tokens: Annotated[int, Field(ge=1)] = 4  #: m, learnable words of the global context
-    local_tokens: Length | Annotated[tuple[Length, ...], Field(min_length=1)] | None = (
-        None  #: of the local ones, one number or several that go round the clients; null for m
-    )
-    kept_ratio: Annotated[float, Field(gt=0, le=1)] = 0.8  #: of the global context's directions, the weaker ones
-    margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
-        1.0  #: alpha, how far local and global features keep apart
-    )
-    pull_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  #: of the term that wants t_L near t_Q
-    push_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  #: of the term that keeps t_L and t_G apart
+    context_tokens: Annotated[int, Field(ge=1)] = 4
+    """m, learnable words of the global context."""
+    local_tokens: Length | Annotated[tuple[Length, ...], Field(min_length=1)] | None = None
+    """Words of the local contexts: one number, or a list that clients use in turn; null for m."""
+    kept_ratio: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of the global context's directions that is kept, the weaker ones."""
+    margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Alpha, distance to keep between local and global features."""
+    pull_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Weight of the term that pulls t_L towards t_Q."""
+    push_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Weight of the term that keeps t_L and t_G apart."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
@@ -62,19 +67,19 @@ class FedPHA(WithOwnContext):
         if self.local_tokens is not None:
             check_room(world, "local_tokens", max(self.lengths))
 
-    def own(self, world: World, context: Tensor, generator: torch.Generator) -> Tensors:
+    def own(self, world: World, context: Tensor, generator: Stream) -> Tensors:
         longest = max(self.lengths)
         return {"local_context": replace(self, context_tokens=longest).new_context(world, generator)}
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the local contexts, client after client and round again."""
+        """Lengths of the local contexts, used by the clients in turn."""
         if isinstance(self.local_tokens, tuple):
             return self.local_tokens
         return (self.local_tokens or self.context_tokens,)
 
     def enrol(self, world: World, client: Client) -> Tensors:
-        """A client begins with as much of the declared context as its length says."""
+        """A client begins with the first words of the declared context, up to its own length."""
         if len(self.lengths) == 1:
             return {}
         length = self.lengths[client.index % len(self.lengths)]
@@ -103,6 +108,8 @@ class FedPHA(WithOwnContext):
 def weak_directions(context: Tensor, kept_ratio: float) -> Tensor:
     """Orthonormal columns (..., d, r'), or zeros, of the weaker directions that a context (..., m, d) spans."""
     precise = context.detach().to(torch.promote_types(context.dtype, torch.float32))
+    strengths: Tensor
+    directions: Tensor
     _, strengths, directions = torch.linalg.svd(precise, full_matrices=False)
     dropped = int(strengths.shape[-1] * (1 - kept_ratio) + 1e-9)
     nothing = strengths[..., :1] * max(context.shape[-2:]) * torch.finfo(precise.dtype).eps

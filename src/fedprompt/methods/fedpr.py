@@ -1,17 +1,18 @@
-"""FedPR (Feng et al., CVPR 2023, arXiv 2303.16181): prompts that move only where the prompt before them had nothing.
+"""FedPR (Feng et al., CVPR 2023, arXiv 2303.16181): prompts that change only in unused directions.
 
-For every prompted block, P in R^{K x d} the prompt as received and V_1 in R^{d x r} its r leading right-singular directions (the leading
-eigenvectors of P^T P), each step D of the prompt, as the optimiser made it, is replaced by
+For every prompted block, P in R^{K x d} the prompt as received and V_1 in R^{d x r} its r leading right-singular
+directions (the leading eigenvectors of P^T P), each step D of the prompt, as the optimiser made it, is replaced by
 
     D Pi,        Pi = V_0 V_0^T = I - V_1 V_1^T,   divided by its Frobenius norm sqrt(d - r) if `normalise_projector`
 
-r = int(d (1 - kept_share)). Where r >= rank(P), P (D Pi)^T = 0: the new prompt keeps what the old one did. The first round is not
-projected, so it is FedVPT-D; `depth: 1` is the shallow version.
+r = int(d (1 - kept_share)). Where r >= rank(P), P (D Pi)^T = 0: the new prompt keeps what the old one did. The first
+round is not projected, so it is FedVPT-D; `depth: 1` is the shallow version.
 
-- The norm is a hidden cut of the learning rate (25 times for d = 768 and 80 % kept); it is on because the authors' code has it.
+- The norm reduces the effective learning rate (25 times for d = 768 and 80 % kept); it is on because the authors' code
+  has it.
 - r is rounded down from the decimal number, not from its nearest float: d = 40 with 80 % kept drops 8 directions, where
   int(40 * (1 - 0.8)) is 7.
-- Where r > rank(P), which of the null directions are dropped too is up to the linear algebra library: the invariants hold on every
+- Where r > rank(P), the dropped null directions depend on the linear algebra library: the invariants hold on every
   machine, the bits of a run only on machines with the same one. A zero prompt is the extreme case.
 """
 
@@ -25,25 +26,27 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Client, World
+from fedprompt.core.registry import register
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Client, World
 from fedprompt.methods.fedvpt import FedVPTDeep
-from fedprompt.registry import register
-from fedprompt.roles import Tensors
+from fedprompt.tensors import Tensors
 
-DROPPED = "fedpr.dropped"  #: V_1^T of every prompted block, (depth, r, d)
+DROPPED = "fedpr.dropped"  # V_1^T of every prompted block, (depth, r, d)
 
 
 @register("fedpr")
 @dataclass(frozen=True)
 class FedPR(FedVPTDeep):
-    """Shared deep prompts whose steps stay out of the leading directions of the prompt received."""
+    """Shared deep prompts whose steps are orthogonal to the leading directions of the received prompt."""
 
-    kept_share: Annotated[float, Field(gt=0, le=1)] = 0.8  #: of the d directions, in which the prompt may move
-    normalise_projector: bool = True  #: divide the projector by its Frobenius norm, as the authors do
+    kept_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of the d directions in which the prompt may change."""
+    normalise_projector: bool = True
+    """Divide the projector by its Frobenius norm, as the authors do."""
 
     def dropped(self, width: int) -> int:
-        """r, the number of directions in which a prompt may not move."""
+        """r, the number of directions in which a prompt may not change."""
         return int(width * (1 - self.kept_share) + 1e-9)
 
     def check(self, world: World, train: TrainConfig) -> None:
@@ -74,6 +77,6 @@ class FedPR(FedVPTDeep):
 
 
 def leading_directions(prompt: Tensor, count: int) -> Tensor:
-    """The first right-singular directions (depth, count, d) of the prompt (depth, K, d) of each block, by falling singular value."""
-    directions = torch.linalg.svd(prompt.to("cpu", torch.float64), full_matrices=True).Vh
+    """The leading right-singular directions (depth, count, d) of the prompt (depth, K, d) of each block."""
+    directions: Tensor = torch.linalg.svd(prompt.to("cpu", torch.float64), full_matrices=True).Vh
     return directions[..., :count, :].to(prompt.device, prompt.dtype)

@@ -1,14 +1,15 @@
-"""FedTPG (Qiu et al., ICLR 2024): a network, the same for all clients, makes a client's context of its class names.
+"""FedTPG (Qiu et al., ICLR 2024): a network shared by all clients generates a client's context from its class names.
 
     N_c = g("a photo of a" c),   P = generator({N_c : c one of the client's classes}),   logits = scale * I g([P, name c])^T
 
-The generator (`fedprompt.prompts.generator`) is all that is trained; the whole of it is averaged. It sees names, not images, so it can be
-asked for a context for classes that nobody trained on. Clients differ by the classes they hold; logits run over all classes all the same.
+Only the generator (`modules/context_generator.py`) is trained, and all of it is averaged. It reads names, not images,
+so it can generate a context for classes that no client trained on. Clients differ by the classes they hold; logits
+always cover all classes.
 
-A client's classes are those of its training images. One that has none, or whose images are of other classes than the names it is asked
-about, takes all names. The generator works in the width d of the text tower, and only its keys and values read the shared space's D
-dimensions; both are 512 for CLIP ViT-B/16. Deep text prompts and the optional self-attention of the authors' code are left out, as in
-their experiments.
+A client's classes are those of its training images. A client that has none of the given class names takes all names.
+The generator works in the width d of the text tower, and only its keys and values read the shared space's D dimensions;
+both are 512 for CLIP ViT-B/16. Deep text prompts and the optional self-attention of the authors' code are left out, as
+in their experiments.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Prompts, Seen, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Prompts, Seen, World
-from fedprompt.methods.with_text import WithText, similarity
-from fedprompt.prompts.generator import generate, initial_generator
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors, prefixed, stripped
+from fedprompt.methods.bases.with_text import WithText, similarity
+from fedprompt.modules.context_generator import generate, initial_generator
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, prefixed, stripped
 
 GENERATOR = "generator."
-NAMES, KNOWN = "names", "known"  #: features of all class names (C, D), and which of them are the client's (C,)
+NAMES, KNOWN = "names", "known"  # features of all class names (C, D), and a mask of the client's classes (C,)
 
 
 @register("fedtpg")
@@ -37,10 +40,14 @@ NAMES, KNOWN = "names", "known"  #: features of all class names (C, D), and whic
 class FedTPG(WithText):
     """A shared network that turns class names into a context."""
 
-    context_tokens: Annotated[int, Field(ge=1)] = 4  #: m, words of a context that the generator makes
-    heads: Annotated[int, Field(ge=1)] = 4  #: of the generator's attention
-    names: Literal["own", "all"] = "own"  #: which names it is given: those of the client's classes, or all
-    name_words: str = "a photo of a"  #: before the class names that the generator is given
+    context_tokens: Annotated[int, Field(ge=1)] = 4
+    """m, words of a context that the generator makes."""
+    heads: Annotated[int, Field(ge=1)] = 4
+    """Heads of the generator's attention."""
+    names: Literal["own", "all"] = "own"
+    """Names the generator reads: those of the client's classes, or all."""
+    name_words: str = "a photo of a"
+    """Words before the class names that the generator reads."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
@@ -51,12 +58,12 @@ class FedTPG(WithText):
         if world.text.width % self.heads:
             raise ConfigError(broken("method.heads", f"divide the text tower's width {world.text.width}", self.heads))
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         made = initial_generator(self.new_context(world, generator), world.text.features, generator)
         return Roles(shared=prefixed(GENERATOR, world.placed(made)))
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
-        given = {NAMES: world.text.said(self.name_words), KNOWN: self._known(world, client)}
+        given = {NAMES: world.text.encode_words(self.name_words), KNOWN: self._known(world, client)}
         return {**super().begin(world, client, received, local), **given}
 
     def _known(self, world: World, client: Client) -> Tensor:

@@ -1,10 +1,10 @@
 """FedVPT and FedVPT-D: visual prompt tuning (Jia et al., 2022) with federated averaging of the prompts.
 
-Tokens P in R^{depth x K x d} enter behind the CLS token of the frozen ViT; client k minimises CE(head_k(CLS)) over P and
-its head. The server averages P by sample count; the head is the client's own, or shared and averaged too.
+Tokens P in R^{depth x K x d} enter after the CLS token of the frozen ViT; client k minimises CE(head_k(CLS)) over P and
+its head. The server averages P by sample count; the head is local, or shared and averaged too.
 
-- `fedvpt` (shallow): K tokens before block 1, whose outputs travel through all blocks.
-- `fedvpt_deep`: before each block the K prompt outputs of the block before are thrown away and replaced by fresh parameters.
+- `fedvpt` (shallow): K tokens before block 1, whose outputs pass through all blocks.
+- `fedvpt_deep`: before each block the K prompt outputs of the block before are dropped and replaced by new parameters.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 
 from fedprompt.config import TrainConfig
-from fedprompt.method import Batch, Prompts, World
-from fedprompt.methods.with_head import WithHead
-from fedprompt.prompts.insertion import VisionPrompt, initial_prompt
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors
+from fedprompt.core.method import Batch, Prompts, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
+from fedprompt.methods.bases.with_head import WithHead
+from fedprompt.modules.insertion import VisionPrompt, initial_prompt
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 
 @register("fedvpt")
@@ -28,17 +29,19 @@ from fedprompt.roles import Roles, Tensors
 class FedVPT(WithHead):
     """Shared prompts before the first block, carried through all of them."""
 
-    prompt_tokens: Annotated[int, Field(ge=0)] = 10  #: K, learnable tokens per prompted block
-    depth: Annotated[int, Field(ge=1)] | None = (
-        1  #: blocks that get prompts of their own, counted from the first; null for all
-    )
-    after: Literal["carry", "drop"] = "carry"  #: what becomes of the prompts behind the last prompted block
-    prompt_init: Literal["random", "zero"] = "random"  #: VPT's uniform start, or all zeros
+    prompt_tokens: Annotated[int, Field(ge=0)] = 10
+    """K, learnable tokens per prompted block."""
+    depth: Annotated[int, Field(ge=1)] | None = 1
+    """Blocks that get prompts of their own, counted from the first; null for all."""
+    after: Literal["carry", "drop"] = "carry"
+    """What happens to the prompts after the last prompted block."""
+    prompt_init: Literal["random", "zero"] = "random"
+    """VPT's uniform initialisation, or zeros."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         world.check_depth("method.depth", self.depth)
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         depth = self.depth or world.blocks
         prompt = initial_prompt(self.prompt_init, depth, self.prompt_tokens, world.width, world.patch, generator)
         return self.with_head(world, Roles(shared=world.placed({"prompt": prompt})))
@@ -51,8 +54,7 @@ class FedVPT(WithHead):
 @register("fedvpt_deep")
 @dataclass(frozen=True)
 class FedVPTDeep(FedVPT):
-    """Shared prompts of their own before every block."""
+    """New shared prompts before every block."""
 
-    depth: Annotated[int, Field(ge=1)] | None = (
-        None  #: blocks that get prompts of their own, counted from the first; null for all
-    )
+    depth: Annotated[int, Field(ge=1)] | None = None
+    """Blocks that get prompts of their own, counted from the first; null for all."""

@@ -1,20 +1,23 @@
 """FLoRA: low-rank adaptation whose factors are stacked, not averaged (Wang et al., NeurIPS 2024, arXiv 2409.05976).
 
-Each round every client starts from the same new pair (A random, B zero), trains it on top of what was merged before and sends it up. The
-server puts the pairs of the cohort on top of each other, [p_1 A_1; p_2 A_2; ...] along the rows and [s_1 B_1, s_2 B_2, ...] along the
-columns with s_k = alpha / r_k, and merges their product into the weights:
+Each round every client starts from the same new pair (A random, B zero), trains it on top of what was merged before and
+sends it up. The server stacks the pairs of the cohort, [p_1 A_1; p_2 A_2; ...] along the rows and [s_1 B_1, s_2 B_2,
+...] along the columns with s_k = alpha / r_k, and merges their product into the weights:
 
     merged <- merged + sum_k p_k s_k B_k A_k        exact, of rank up to sum_k r_k
 
-The stack is no `combine`: a combination of tensors has the shape of each of them, whereas the product needs every client's own pair. Nor
-are the factors shared tensors: those of two rounds have different random coordinates, so no variant may compare or mix them.
+The stack is no `combine`: a combination of tensors has the shape of each of them, whereas the product needs every
+client's own pair. Nor are the factors shared tensors: those of two rounds have different random coordinates, so no
+variant may compare or mix them.
 
-Clients may have ranks of their own (`ranks`). Their factors are padded with zeros to the largest rank, and a mask keeps the padding out
-of the product, hence without a gradient; the server cuts the padding off. The padding is sent, so it counts as traffic.
+Clients may have different ranks (`ranks`). Their factors are padded with zeros to the largest rank, and a mask keeps
+the padding out of the product, hence without a gradient; the server cuts the padding off. The padding is sent, so it
+counts as traffic.
 
-Traffic: here a client keeps nothing but its head, so it receives the whole merged change, d x d values per changed projection (14.2
-million for a ViT-B with q and v in 12 blocks), and the new A. Clients that take part in every round and keep the merged change could
-instead receive the stack of the round, 2 d sum_k r_k values per projection: less while sum_k r_k < d / 2 (fewer than 48 clients of rank 8).
+Traffic: here a client keeps only its head, so it receives the whole merged change, d x d values per changed projection
+(14.2 million for a ViT-B with q and v in 12 blocks), and the new A. Clients that take part in every round and keep the
+merged change could instead receive the stack of the round, 2 d sum_k r_k values per projection: less while sum_k r_k <
+d / 2 (fewer than 48 clients of rank 8).
 """
 
 from __future__ import annotations
@@ -28,14 +31,15 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Combine, Progress, Prompts, Server, Stage, Upload, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Combine, Progress, Prompts, Server, Stage, Upload, World
 from fedprompt.methods.fedlora import FedLoRA
-from fedprompt.prompts import heads
-from fedprompt.prompts.lora import attention_changes, product, stacked
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Statistic, Tensors, pick
-from fedprompt.streams import SERVER, stream
+from fedprompt.modules import heads
+from fedprompt.modules.lora import attention_changes, product, stacked
+from fedprompt.random_streams import SERVER, Stream, stream
+from fedprompt.tensors import Tensors, pick
 
 FACTORS = ("lora.a", "lora.b")
 Rank = Annotated[int, Field(ge=1)]
@@ -44,9 +48,10 @@ Rank = Annotated[int, Field(ge=1)]
 @register("flora")
 @dataclass(frozen=True)
 class FLoRA(FedLoRA):
-    """Low-rank changes that are merged exactly and begun anew every round, of a rank that may differ by client."""
+    """Low-rank changes that are merged exactly and restarted every round; the rank may differ by client."""
 
-    ranks: Annotated[tuple[Rank, ...], Field(min_length=1)] | None = None  #: of the clients in turn; null: all `rank`
+    ranks: Annotated[tuple[Rank, ...], Field(min_length=1)] | None = None
+    """Ranks that the clients use in turn; null: all `rank`."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
@@ -66,13 +71,13 @@ class FLoRA(FedLoRA):
     def sums_suffice(self) -> bool:
         return False  # stacks the factors of every client
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         pair = self.factors(world, self.largest_rank, generator)
         precise = torch.promote_types(world.dtype, torch.float32)  # a small change would vanish in bfloat16
         roles = Roles(
             server={
                 "merged": torch.zeros_like(product(pair["lora.a"], pair["lora.b"]), dtype=precise),
-                "seed": torch.randint(2**62, (), generator=generator),
+                "seed": torch.tensor(generator.integer(2**62)),
             },
             stat={name: Statistic(tuple(tensor.shape)) for name, tensor in pair.items()},
         )

@@ -1,17 +1,18 @@
-"""Flow (Panchal et al., 2023, arXiv 2211.15281) on prompts: every image decides how much of a client's own prompt it wants.
+"""Flow (Panchal et al., 2023, arXiv 2211.15281) on prompts: a router mixes a local and a shared prompt per image.
 
-Each client's training images lie in two halves. In a round it receives the prompt P_g, a router (W, b) and the head, and
+Each client's training images are split into two halves. In a round it receives the prompt P_g, a router (W, b) and the
+head, and
 
     first half    P_l starts as P_g and is trained as a prompt by itself, with the head; P_g and the router are fixed
     second half   P_g, the router and the head are trained on  p(x) = r(x) P_l + (1 - r(x)) P_g,   P_l fixed
     router        r(x) = sigmoid(W z(x) + b),   one probability per prompted block, or one for all
 
-z(x) is the CLS row of the un-prompted backbone, brought to mean 0 and variance 1 over its channels, so that the router does not depend on
-the scale of the features. The router starts at zero: r = 1/2 everywhere.
+z(x) is the CLS row of the pass without prompts, normalised to mean 0 and variance 1 over its channels, so that the
+router does not depend on the scale of the features. The router starts at zero: r = 1/2 everywhere.
 
-P_g, the router and a shared head are averaged. P_l is thrown away: before an evaluation a client makes it anew from what it received, on
-the same first half, and predicts with p(x). Hard routing predicts with P_l where r > 1/2 and with P_g elsewhere; training is always soft.
-r = 0 is FedVPT with P_g, r = 1 the client's own prompt.
+P_g, the router and a shared head are averaged. P_l is discarded: before an evaluation a client trains it again from
+what it received, on the same first half, and predicts with p(x). Hard routing predicts with P_l where r > 1/2 and with
+P_g elsewhere; training is always soft. r = 0 is FedVPT with P_g, r = 1 the client's own prompt.
 """
 
 from __future__ import annotations
@@ -19,36 +20,40 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
-from fedprompt.method import Batch, Client, Mixture, Prompts, Seen, Stage, World
+from fedprompt.core.method import Batch, Client, Mixture, Prompts, Seen, Stage, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.methods.fedvpt import FedVPTDeep
-from fedprompt.prompts import heads
-from fedprompt.prompts.insertion import VisionPrompt
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors
+from fedprompt.modules import heads
+from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
-LOCAL_COPY = "local_copy.prompt"  #: P_l, of one participation or one evaluation
+LOCAL_COPY = "local_copy.prompt"  # P_l, of one participation or one evaluation
 ROUTER = ("router.weight", "router.bias")
 
 
 @register("flow")
 @dataclass(frozen=True)
 class Flow(FedVPTDeep):
-    """A shared prompt and a short-lived one of the client's own, mixed per image by a shared router."""
+    """A shared prompt and a temporary local one, mixed per image by a shared router."""
 
-    head: Literal["local", "shared", "shared_then_finetune"] = "shared"  #: who owns the head
-    routing: Literal["soft", "hard"] = "soft"  #: mix the two prompts in a prediction, or take the likelier one
-    per_block: bool = True  #: whether every prompted block has a probability of its own
+    head: Literal["local", "shared", "shared_then_finetune"] = "shared"
+    """Where the head is kept."""
+    routing: Literal["soft", "hard"] = "soft"
+    """Mix the two prompts in a prediction, or take the more probable one."""
+    per_block: bool = True
+    """One probability for every prompted block, instead of one for all."""
 
     @property
     def needs(self) -> tuple[str, ...]:
         return ("cls",)
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         roles = super().init(world, generator)
         prompt = roles.shared["prompt"]
         outputs = len(prompt) if self.per_block else 1
@@ -84,7 +89,7 @@ class Flow(FedVPTDeep):
         return (Mixture("the client's own prompt", where, own, "share beside the shared prompt"),)
 
     def probability(self, params: Tensors, batch: Batch) -> Tensor:
-        """r(x) of the client's own prompt."""
+        """r(x), the weight of the client's own prompt."""
         cls = batch.features["cls"]
         score = F.linear(F.layer_norm(cls, cls.shape[-1:]), params["router.weight"], params["router.bias"])
         if self.routing == "hard" and not batch.training:
@@ -94,7 +99,7 @@ class Flow(FedVPTDeep):
 
 @dataclass(frozen=True)
 class LocalPath(Flow):
-    """The same model with the client's own prompt alone."""
+    """The same model with only the client's own prompt."""
 
     @property
     def needs(self) -> tuple[str, ...]:

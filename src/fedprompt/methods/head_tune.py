@@ -1,7 +1,8 @@
 """Head-Tune: a linear head on frozen features, nothing else.
 
-Each client minimises CE(W f(x) + b) over (W, b), f(x) the final-norm CLS of the un-prompted backbone; the server averages (W, b) by sample
-count. No prompt can change f(x), so it is computed once per image. With `head="local"` nothing is shared and every client is on its own.
+Each client minimises CE(W f(x) + b) over (W, b), f(x) the CLS row after the final norm, without prompts; the server
+averages (W, b) by sample count. No prompt can change f(x), so it is computed once per image. With `head="local"`
+nothing is shared.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from fedprompt.method import World
-from fedprompt.methods.with_head import WithHead
-from fedprompt.registry import register
-from fedprompt.roles import Roles
+from fedprompt.core.method import World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
+from fedprompt.methods.bases.with_head import WithHead
+from fedprompt.random_streams import Stream
 
 
 @register("head_tune")
@@ -22,7 +22,8 @@ from fedprompt.roles import Roles
 class HeadTune(WithHead):
     """A linear head on frozen features."""
 
-    head: Literal["local", "shared", "shared_then_finetune"] = "shared"  #: who owns the head
+    head: Literal["local", "shared", "shared_then_finetune"] = "shared"
+    """Where the head is kept."""
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         return self.with_head(world, Roles())

@@ -1,17 +1,18 @@
-"""IFCA (Ghosh et al., 2020, arXiv 2006.04088) on prompts: several models, and every client joins the one that fits it best.
+"""IFCA (Ghosh et al., 2020, arXiv 2006.04088) on prompts: several models, and every client joins the best one for it.
 
-The server holds K sets of prompts P_1..P_K (with a head each, unless heads are local), started from different random draws. In each round
-a client receives all of them and
+The server holds K sets of prompts P_1..P_K (with a head each, unless heads are local), started from different random
+draws. In each round a client receives all of them and
 
     joins     k* = argmin_k f(P_k),   f the mean loss over its training images
     trains    set k* as FedVPT would
     sends     the trained set and the one-hot k*
-    server    P_k <- mean over the clients that joined k, by their shares among themselves; a set nobody joined stays as it is
+    server    P_k <- mean over the clients that joined k, by their relative shares; a set that no client joined does not change
 
-An evaluation chooses in the same way, so clients that never trained have a set too. A client stores no choice: it chooses anew each time.
+An evaluation chooses in the same way, so clients that never trained have a set too. A client does not store its choice.
 
-Heads start at zero, and then every set predicts all classes equally and all losses are ln C: equal losses are told apart by a random
-draw of the client, so the first choice is random and spreads the clients over the sets. With K = 1 this is FedVPT of the same depth.
+Heads start at zero, so at first every set predicts all classes equally and all losses are ln C. Ties are broken by a
+random draw of the client, so the first choice is random and spreads the clients over the sets. With K = 1 this is
+FedVPT of the same depth.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Combine, Mixture, Progress, Seen, Server, Stage, Upload, World, shares
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
-from fedprompt.federation.aggregate import shares
-from fedprompt.method import Batch, Client, Combine, Mixture, Progress, Seen, Server, Stage, Upload, World
 from fedprompt.methods.fedvpt import FedVPTDeep
-from fedprompt.prompts import heads
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Statistic, Tensors, pick, prefixed, stripped
+from fedprompt.modules import heads
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, pick, prefixed, stripped
 
-CLUSTERS = "clusters."  #: all sets (K, ...), the server's own
-SENT = "sent."  #: a copy of them on its way down
-UPDATE = "update."  #: the one set a client trained, on its way up
-CHOICE = "cluster"  #: which set that was, one-hot (K,)
+CLUSTERS = "clusters."  # all sets (K, ...), the server's own
+SENT = "sent."  # a copy of them on its way down
+UPDATE = "update."  # the one set a client trained, on its way up
+CHOICE = "cluster"  # which set that was, one-hot (K,)
 
 
 @register("ifca")
@@ -44,10 +46,10 @@ CHOICE = "cluster"  #: which set that was, one-hot (K,)
 class IFCA(FedVPTDeep):
     """Sets of prompts, of which each client trains and uses the one with the lowest training loss."""
 
-    head: Literal["local", "shared", "shared_then_finetune"] = (
-        "shared"  #: who owns the head; shared is inside a cluster
-    )
-    clusters: Annotated[int, Field(ge=1)] = 3  #: K, sets of prompts
+    head: Literal["local", "shared", "shared_then_finetune"] = "shared"
+    """Where the head is kept; shared means inside a cluster."""
+    clusters: Annotated[int, Field(ge=1)] = 3
+    """K, sets of prompts."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
@@ -60,7 +62,7 @@ class IFCA(FedVPTDeep):
     def sums_suffice(self) -> bool:
         return False  # every client joins a cluster
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         sets = [super(IFCA, self).init(world, generator) for _ in range(self.clusters)]
         stacked = {name: torch.stack([each.shared[name] for each in sets]) for name in sets[0].shared}
         updates = {UPDATE + name: Statistic(tuple(tensor.shape)) for name, tensor in sets[0].shared.items()}
@@ -84,10 +86,10 @@ class IFCA(FedVPTDeep):
         """The set with the lowest training loss; of several, one at random."""
         losses = [client.loss(params) for params in candidates]
         best = [k for k, loss in enumerate(losses) if loss == min(losses)]
-        return best[int(torch.randint(len(best), (1,), generator=client.stream(CHOICE)))]
+        return best[client.stream(CHOICE).integer(len(best))]
 
     def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
-        trained = stripped(UPDATE, received)  # there only when a client is evaluated right after its own training
+        trained = stripped(UPDATE, received)  # present only when a client is evaluated right after its own training
         return {**trained, **local} if trained else self.begin(world, client, received, local)
 
     def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:

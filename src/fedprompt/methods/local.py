@@ -1,19 +1,19 @@
-"""Local-only: every client tunes its own prompts and its own head, and nobody talks to anybody.
+"""Local-only: every client tunes its own prompts and its own head; clients never communicate.
 
-The floor that a federation has to beat. The model is FedVPT's (`depth: null` for the deep one); only the roles differ.
+The baseline that a federation has to beat. The model is FedVPT's (`depth: null` for the deep one); only the roles
+differ.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from fedprompt.method import World
+from fedprompt.core.method import World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.methods.fedvpt import FedVPT
-from fedprompt.prompts.heads import NAMES
-from fedprompt.registry import register
-from fedprompt.roles import Roles
+from fedprompt.modules.heads import NAMES
+from fedprompt.random_streams import Stream
 
 
 @register("local")
@@ -21,7 +21,7 @@ from fedprompt.roles import Roles
 class Local(FedVPT):
     """Prompts that never leave their client."""
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         roles = super().init(world, generator)
         everything = {**roles.shared, **roles.local}
         shared = {} if self.head == "local" else {name: everything[name] for name in NAMES}

@@ -1,23 +1,25 @@
-"""PEP-FedPT with CCMP (Yashwanth et al., 2026, arXiv 2510.25372): one mixed class prompt per image, nothing trained that is a client's own.
+"""PEP-FedPT with CCMP (Yashwanth et al., 2026, arXiv 2510.25372): one mixed class prompt per image.
 
-Known of the paper: shared prompts before the first block, prompts for every class, one mixed prompt per image whose soft weights come from
-global class prototypes and the client's class prior, and plain federated averaging of all prompts. No code and no further text is known to
-us, so the rest is our definition, and every line of it a setting:
+Known of the paper: shared prompts before the first block, prompts for every class, one mixed prompt per image whose
+soft weights come from global class prototypes and the client's class prior, and plain federated averaging of all
+prompts. We know no code and no further text, so the rest is our definition, and each part is a setting:
 
-    query       z(x) in R^d    CLS of the un-prompted pass after the final norm ("frozen_cls"), or the CLS row that enters the first class
-                               block of the prompted pass ("inline"); of length one, and no gradient flows through it
+    query       z(x) in R^d    CLS of the pass without prompts, after the final norm ("frozen_cls"), or the CLS row
+                               that enters the first class block of the prompted pass ("inline"); of length one, and
+                               no gradient flows through it
     prototype   mu_c    = sum_k S_kc / sum_k n_kc         S_kc: sum of z over the n_kc training images of class c that client k holds
     prior       pi_k(c) = (n_kc + a) / (n_k + a C)        uniform for held-out clients
     weights     s_c(x)  = softmax_c(sim(z, mu_c) / tau + kappa log pi_k(c))   over the classes that have a prototype
     mixed       m(x)    = sum_c s_c(x) P_c                enters before the class block(s); shared prompts enter before block 0
 
-This is E[P_c | x] if z given c is normal around mu_c with variance tau and pi_k is the prior: sim = -|z - mu_c|^2 / 2, which for vectors of
-length one is the cosine but for a constant. Where no class has both a prototype and a prior, the prior alone decides; without a prior, all
-classes count the same.
+This is E[P_c | x] if z given c is normal around mu_c with variance tau and pi_k is the prior: sim = -|z - mu_c|^2 / 2,
+which for vectors of length one is the cosine up to a constant. Where no class has both a prototype and a prior, the
+prior alone decides; without a prior, all classes count the same.
 
-A frozen query makes the prototypes constants: every client sends its sums and counts once, before round 1. An inline query moves with the
-prompts: the prototypes start from the initial prompts, and after each round mu_c <- rho mu_c + (1 - rho) (mean over the cohort), for the
-classes the cohort holds. Prototypes go down with every download, because nobody keeps a record of who has them already.
+A frozen query makes the prototypes constants: every client sends its sums and counts once, before round 1. An inline
+query changes with the prompts: the prototypes start from the initial prompts, and after each round mu_c <- rho mu_c +
+(1 - rho) (mean over the cohort), for the classes the cohort holds. Prototypes are sent with every download, because the
+server does not record which clients have them.
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Combine, Mixture, Prompts, Seen, Server, Stage, Upload, World, shares
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
-from fedprompt.federation.aggregate import shares
-from fedprompt.method import Batch, Client, Combine, Mixture, Prompts, Seen, Server, Stage, Upload, World
-from fedprompt.methods.with_head import WithHead
-from fedprompt.prompts.insertion import VisionPrompt, initial_prompt
-from fedprompt.prompts.keys import cosine
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Statistic, Tensors
+from fedprompt.methods.bases.with_head import WithHead
+from fedprompt.modules.insertion import VisionPrompt, initial_prompt
+from fedprompt.modules.prompt_keys import cosine
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 Block = Annotated[int, Field(ge=0)]
 Finite = Field(ge=0, allow_inf_nan=False)
@@ -50,24 +53,42 @@ Finite = Field(ge=0, allow_inf_nan=False)
 class PEPFedPT(WithHead):
     """Shared prompts, and a per-image mixture of class prompts."""
 
-    head: Literal["shared", "shared_then_finetune"] = "shared"  #: shared always; tuned on a copy before an evaluation
-    shared_tokens: Annotated[int, Field(ge=0)] = 10  #: n_s, shared tokens before block 0, carried through all blocks
-    class_tokens: Annotated[int, Field(ge=0)] = 1  #: n_c, tokens of each class
-    class_blocks: tuple[Block, ...] = (1,)  #: blocks, from 0, that get class prompts of their own; the last are carried
-    prompt_init: Literal["random", "zero"] = "random"  #: VPT's uniform start of the shared prompts, or all zeros
-    class_prompt_init: Literal["random", "zero"] = "random"  #: the same of the class prompts
-    query: Literal["frozen_cls", "inline"] = "frozen_cls"  #: what is compared with the prototypes
-    normalise_query: bool = True  #: scale the query to length one
-    detach_query: bool = True  #: no gradient through the weights; it could only flow with query inline
-    similarity: Literal["cosine", "neg_sq_dist"] = "cosine"  #: of query and prototype: cosine, or -|z - mu|^2 / 2
-    temperature: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)] = 0.1  #: tau, of the similarity
-    kappa: Annotated[float, Finite] = 1.0  #: weight of the log prior; 0 ignores the prior
-    prior: Literal["own", "uniform"] = "own"  #: class prior of a client: from its training images, or uniform
-    newcomer_prior: Literal["uniform", "own"] = "uniform"  #: the same for held-out clients
-    smoothing: Annotated[float, Finite] = 0.0  #: a, added to every class count of the own prior
-    prototype_momentum: Annotated[float, Field(ge=0, le=1)] = 0.9  #: rho, how much of old prototypes stays (inline)
-    class_prompt_weighting: Literal["samples", "class_counts"] = "samples"  #: by images, or by images of the class
-    minimum_count: Annotated[int, Field(ge=1)] = 1  #: sums and counts of fewer images of a class do not leave a client
+    head: Literal["shared", "shared_then_finetune"] = "shared"
+    """Always shared; optionally tuned on a copy before an evaluation."""
+    shared_tokens: Annotated[int, Field(ge=0)] = 10
+    """N_s, shared tokens before block 0, carried through all blocks."""
+    class_tokens: Annotated[int, Field(ge=0)] = 1
+    """N_c, tokens of each class."""
+    class_blocks: tuple[Block, ...] = (1,)
+    """Blocks, from 0, that get their own class prompts; the last ones are kept until the end."""
+    prompt_init: Literal["random", "zero"] = "random"
+    """VPT's uniform initialisation of the shared prompts, or zeros."""
+    class_prompt_init: Literal["random", "zero"] = "random"
+    """The same for the class prompts."""
+    query: Literal["frozen_cls", "inline"] = "frozen_cls"
+    """Feature that is compared with the prototypes."""
+    normalise_query: bool = True
+    """Scale the query to length one."""
+    detach_query: bool = True
+    """No gradient through the weights; only query inline could have one."""
+    similarity: Literal["cosine", "neg_sq_dist"] = "cosine"
+    """Similarity of query and prototype: cosine, or -|z - mu|^2 / 2."""
+    temperature: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)] = 0.1
+    """Tau, temperature of the similarity."""
+    kappa: Annotated[float, Finite] = 1.0
+    """Weight of the log prior; 0 ignores the prior."""
+    prior: Literal["own", "uniform"] = "own"
+    """Class prior of a client: from its training images, or uniform."""
+    newcomer_prior: Literal["uniform", "own"] = "uniform"
+    """The same for held-out clients."""
+    smoothing: Annotated[float, Finite] = 0.0
+    """a, added to every class count of the client's prior."""
+    prototype_momentum: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Rho, share of the old prototypes in the new ones (inline)."""
+    class_prompt_weighting: Literal["samples", "class_counts"] = "samples"
+    """Average class prompts by all images, or by images of the class."""
+    minimum_count: Annotated[int, Field(ge=1)] = 1
+    """A client does not send sums and counts of classes with fewer images."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -88,7 +109,7 @@ class PEPFedPT(WithHead):
     def sums_suffice(self) -> bool:
         return self.class_prompt_weighting != "class_counts"
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         classes, width, patch = world.classes, world.width, world.patch
         shared = initial_prompt(self.prompt_init, 1, self.shared_tokens, width, patch, generator)
         rows = classes * len(self.class_blocks)
@@ -104,7 +125,7 @@ class PEPFedPT(WithHead):
         return self.with_head(world, roles)
 
     def _declared(self, classes: int, width: int) -> dict[str, Statistic]:
-        """Sums and counts at the start; with every round the counts if they are weights, and the sums too if prototypes move."""
+        """Sums and counts at the start; in every round counts if they are weights, and sums if prototypes change."""
         sums = Statistic((classes, width), "start", "start.counts", self.minimum_count)
         found = {"start.sums": sums, "start.counts": replace(sums, shape=(classes,))}
         again = replace(sums, when="round", count="round.counts")
@@ -114,11 +135,11 @@ class PEPFedPT(WithHead):
             found["round.counts"] = replace(again, shape=(classes,))
         return found
 
-    def statistics(self, world: World, params: Tensors, batch: Batch, look: Callable[[], Seen]) -> Tensors:
+    def statistics(self, world: World, params: Tensors, batch: Batch, forward: Callable[[], Seen]) -> Tensors:
         member = F.one_hot(batch.labels, world.classes).float()
         if batch.weights is not None:
             member = member * batch.weights.unsqueeze(-1)
-        query = look().extra["query"] if self.query == "inline" else self.queries(batch.features["cls"])
+        query = forward().extra["query"] if self.query == "inline" else self.queries(batch.features["cls"])
         found = {"sums": member.T @ query.float(), "counts": member.sum(0)}
         return {f"{when}.{name}": value for when in ("start", "round") for name, value in found.items()}
 
@@ -187,7 +208,7 @@ class PEPFedPT(WithHead):
         return self._with_prototypes(after, uploads, "round") if self.query == "inline" else after
 
     def _by_class(self, before: Tensor, uploads: Sequence[Upload], combine: Combine) -> Tensor:
-        """The prompts of each class from the clients that hold it, by their images of it; as before where there are none."""
+        """The prompts of each class, averaged by images of it; unchanged if the cohort has none."""
         rows = list(before)
         for number in range(len(rows)):
             counts = [float(upload.tensors["round.counts"][number]) for upload in uploads]
@@ -209,6 +230,6 @@ class PEPFedPT(WithHead):
         return replace(server, own={**server.own, "prototypes": prototypes, "known": (known | present).to(old.dtype)})
 
     def pooled(self, uploads: Sequence[Upload], name: str) -> Tensor:
-        """A statistic over all clients. All the server ever uses is this sum: a secure one may take its place."""
+        """A statistic over all clients. The server uses only this sum, so a secure sum may replace it."""
         parts = [upload.tensors[name].to("cpu", torch.float64) for upload in uploads]
         return torch.stack(parts).sum(0).float()

@@ -1,16 +1,17 @@
-"""Per-FedAvg (Fallah et al., 2020, arXiv 2002.07948), first order, on prompts: what is shared is good after one step of one's own.
+"""Per-FedAvg (Fallah et al., 2020, arXiv 2002.07948), first order, on prompts: meta-learning.
 
 Local steps come in pairs, each on the next two batches, theta being the prompts and the head:
 
     look ahead   theta' = theta - alpha grad f_1(theta)
     step         theta  <- theta - beta grad f_2(theta')
 
-The second derivatives that an exact gradient of f_2(theta'(theta)) has are left out. beta is the tensor's own learning rate and
-alpha = inner_ratio * beta. A look-ahead without a partner at the end of local training is forgotten: what goes up, and what a client keeps
-when its head is local, is theta. Pairs may span epochs. Before an evaluation a throw-away copy takes `adaptation_steps` steps of size
-alpha; a held-out client takes them too before it tunes its head.
+The second derivatives that an exact gradient of f_2(theta'(theta)) has are left out. beta is the tensor's own learning
+rate and alpha = inner_ratio * beta. A look-ahead without a partner at the end of local training is discarded: a client
+uploads theta, and keeps it when its head is local. Pairs may span epochs. Before an evaluation a temporary copy takes
+`adaptation_steps` steps of size alpha; a held-out client takes them too before it tunes its head.
 
-With inner_ratio = 0 this is FedVPT on every second batch. Momentum and weight decay have no meaning across a pair and are refused.
+With inner_ratio = 0 this is FedVPT on every second batch. Momentum and weight decay have no meaning across a pair and
+are refused.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Client, Progress, Stage, World
+from fedprompt.core.registry import register
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Client, Progress, Stage, World
 from fedprompt.methods.fedvpt import FedVPTDeep
-from fedprompt.prompts import heads
-from fedprompt.registry import register
-from fedprompt.roles import Tensors, pick, prefixed, stripped
+from fedprompt.modules import heads
+from fedprompt.tensors import Tensors, pick, prefixed, stripped
 
-START = "start."  #: theta, while the plain names may hold theta'
+START = "start."  # theta, while the plain names may hold theta'
 
 
 @register("per_fedavg")
@@ -36,9 +37,12 @@ START = "start."  #: theta, while the plain names may hold theta'
 class PerFedAvg(FedVPTDeep):
     """First-order meta-learning of prompts and head."""
 
-    head: Literal["local", "shared", "shared_then_finetune"] = "shared"  #: who owns the head
-    inner_ratio: Annotated[float, Field(ge=0)] = 1.0  #: alpha over beta
-    adaptation_steps: Annotated[int, Field(ge=0)] = 1  #: of size alpha, before an evaluation
+    head: Literal["local", "shared", "shared_then_finetune"] = "shared"
+    """Where the head is kept."""
+    inner_ratio: Annotated[float, Field(ge=0)] = 1.0
+    """Alpha divided by beta."""
+    adaptation_steps: Annotated[int, Field(ge=0)] = 1
+    """Steps of size alpha before an evaluation."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)

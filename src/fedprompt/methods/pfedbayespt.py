@@ -1,19 +1,21 @@
-"""pFedBayesPT (arXiv 2508.19621): every image gets prompts of its own, drawn from a posterior that an encoder makes of its features.
+"""pFedBayesPT (arXiv 2508.19621): prompts for every image, drawn from a posterior that an encoder computes.
 
 Beside a global prompt of K tokens per block, block i gets v instance tokens
 
-    p_i = mu_i + sigma_i * eps,   (mu_i, log sigma_i^2) = G_i(masked f_i)      f_i: input of block i in the un-prompted pass
+    p_i = mu_i + sigma_i * eps,   (mu_i, log sigma_i^2) = G_i(masked f_i)      f_i: input of block i in the pass without prompts
 
-G_i mixes tokens (see `prompts/token_encoder.py`). Its random masks make the posterior semi-implicit: a Gaussian whose parameters are
-themselves random. Training maximises the bound L_S^J (see `prompts/semi_implicit.py`); prediction averages the probabilities of V prompts
-p = mu, each from masks of its own. The server averages the global prompt and the encoder; the head follows its policy.
+G_i mixes tokens (see `modules/token_encoder.py`). Its random masks make the posterior semi-implicit: a Gaussian whose
+parameters are themselves random. Training maximises the bound L_S^J (see `modules/semi_implicit.py`); prediction
+averages the probabilities of V prompts p = mu, each with its own masks. The server averages the global prompt and the
+encoder, and the head if it is shared.
 
 - `pfedbayespt_d`: no masks, no noise, p = mu, cross-entropy only.
 - `pfedbayespt_g`: no masks, a plain Gaussian posterior and its closed divergence from the prior.
 - `pfedbayespt`: all of it.
 
-The paper names neither a prior nor a weight for it. Here the prior is N(m0, s0^2) and its weight beta counts per latent dimension, so
-that `kl_weight: 1` is the mean over dimensions; `kl_unit: total` gives the literal sum, which drowns the likelihood.
+The paper names neither a prior nor a weight for it. Here the prior is N(m0, s0^2) and its weight beta counts per latent
+dimension, so that `kl_weight: 1` is the mean over dimensions; `kl_unit: total` gives the literal sum, which dominates
+the likelihood.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Prompts, Seen, World, probabilities
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Prompts, Seen, World, probabilities
-from fedprompt.methods.with_head import WithHead
-from fedprompt.prompts import semi_implicit, token_encoder
-from fedprompt.prompts.insertion import VisionPrompt, initial_prompt
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors, prefixed, stripped
+from fedprompt.methods.bases.with_head import WithHead
+from fedprompt.modules import semi_implicit, token_encoder
+from fedprompt.modules.insertion import VisionPrompt, initial_prompt
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, prefixed, stripped
 
 NORM = "encoder."
 MEAN = "encoder.mean."
@@ -47,20 +51,22 @@ LOGVAR = "encoder.logvar."
 class PFedBayesPTD(WithHead):
     """Deterministic instance prompts beside a global one."""
 
-    prompt_tokens: Annotated[int, Field(ge=0)] = 10  #: K, tokens of the global prompt per prompted block
-    depth: Annotated[int, Field(ge=1)] | None = (
-        None  #: blocks with a global prompt of their own, from the first; null for all
-    )
-    prompt_init: Literal["random", "zero"] = "random"  #: of the global prompt: VPT's uniform start, or all zeros
-    instance_tokens: Annotated[int, Field(ge=1)] = 1  #: v, tokens of the instance prompt per block
-    instance_depth: Annotated[int, Field(ge=1)] | None = (
-        None  #: blocks with an instance prompt, from the first; null for all
-    )
-    encoder_hidden: Annotated[int, Field(ge=0)] = 64  #: hidden units of the encoder's networks; 0 makes them linear
-    mean_init: token_encoder.MeanStart = (
-        "default"  #: of a linear mean network: random, the CLS row, or the mean of all rows
-    )
-    mean_scale: Annotated[float, Field(gt=0)] = 1.0  #: factor on the rows that mean_init `cls` and `mean` start with
+    prompt_tokens: Annotated[int, Field(ge=0)] = 10
+    """K, tokens of the global prompt per prompted block."""
+    depth: Annotated[int, Field(ge=1)] | None = None
+    """Number of blocks with a global prompt, from the first; null for all."""
+    prompt_init: Literal["random", "zero"] = "random"
+    """Initialisation of the global prompt: VPT's uniform one, or zeros."""
+    instance_tokens: Annotated[int, Field(ge=1)] = 1
+    """v, tokens of the instance prompt per block."""
+    instance_depth: Annotated[int, Field(ge=1)] | None = None
+    """Blocks with an instance prompt, from the first; null for all."""
+    encoder_hidden: Annotated[int, Field(ge=0)] = 64
+    """Hidden units of the encoder's networks; 0 makes them linear."""
+    mean_init: token_encoder.MeanStart = "default"
+    """Initial output of a linear mean network: random, the CLS row, or the mean of all rows."""
+    mean_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on the rows that mean_init `cls` and `mean` start with."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -78,7 +84,7 @@ class PFedBayesPTD(WithHead):
                 broken("method.mean_init", "be default unless method.encoder_hidden is 0", self.mean_init)
             )
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         depth = self.depth or world.blocks
         shared = {
             "prompt": initial_prompt(self.prompt_init, depth, self.prompt_tokens, world.width, world.patch, generator),
@@ -86,17 +92,17 @@ class PFedBayesPTD(WithHead):
         }
         return self.with_head(world, Roles(shared=world.placed(shared)))
 
-    def initial_encoder(self, world: World, generator: torch.Generator) -> Tensors:
+    def initial_encoder(self, world: World, generator: Stream) -> Tensors:
         mean = token_encoder.linear_from(self.mean_init, self._network(world, generator), self.mean_scale)
         norm = token_encoder.initial_norm(self.instance_depth or world.blocks, world.width)
         return {**prefixed(NORM, norm), **prefixed(MEAN, mean)}
 
-    def _network(self, world: World, generator: torch.Generator) -> Tensors:
+    def _network(self, world: World, generator: Stream) -> Tensors:
         blocks = self.instance_depth or world.blocks
         return token_encoder.initial_network(blocks, world.tokens, self.encoder_hidden, self.instance_tokens, generator)
 
     def masks(self, world: World, batch: Batch, noise: Tensors) -> Tensor:
-        """Every token of every image is seen: (1, B, L, T) of ones."""
+        """No token is masked: (1, B, L, T) of ones."""
         features = batch.features[self._features]
         return features.new_ones(1, *features.shape[:-1])
 
@@ -123,18 +129,20 @@ class PFedBayesPTD(WithHead):
 class PFedBayesPTG(PFedBayesPTD):
     """Instance prompts with a Gaussian posterior."""
 
-    initial_std: Annotated[float, Field(gt=0)] = (
-        0.05  #: sigma at the start; 1 would drown the global prompt, whose tokens have norm 1
-    )
-    prior_scale: Annotated[float, Field(gt=0)] = 1.0  #: s0, standard deviation of the prior
-    prior_mean: Literal["zero", "cls"] = (
-        "zero"  #: m0: zero, or mean_scale times the normalised CLS row of the block's input
-    )
-    kl_weight: Annotated[float, Field(ge=0)] = 1.0  #: weight of prior against posterior, in kl_unit
-    kl_unit: Literal["dimension", "total"] = "dimension"  #: beta = kl_weight / (L v d), or kl_weight itself
-    kl_warmup: Annotated[int, Field(ge=0)] = 0  #: rounds over which the weight grows linearly to its value
+    initial_std: Annotated[float, Field(gt=0)] = 0.05
+    """Initial sigma; 1 would dominate the global prompt, whose tokens have norm 1."""
+    prior_scale: Annotated[float, Field(gt=0)] = 1.0
+    """S0, standard deviation of the prior."""
+    prior_mean: Literal["zero", "cls"] = "zero"
+    """M0: zero, or mean_scale times the normalised CLS row of the block's input."""
+    kl_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of prior against posterior, in kl_unit."""
+    kl_unit: Literal["dimension", "total"] = "dimension"
+    """Beta = kl_weight / (L v d), or kl_weight itself."""
+    kl_warmup: Annotated[int, Field(ge=0)] = 0
+    """Rounds over which the weight grows linearly to its value."""
 
-    def initial_encoder(self, world: World, generator: torch.Generator) -> Tensors:
+    def initial_encoder(self, world: World, generator: Stream) -> Tensors:
         with_mean = super().initial_encoder(world, generator)  # drawn first: all variants start from the same mean
         logvar = token_encoder.constant_network(self._network(world, generator), 2 * math.log(self.initial_std))
         return {**with_mean, **prefixed(LOGVAR, logvar)}
@@ -144,13 +152,13 @@ class PFedBayesPTG(PFedBayesPTD):
         scale = torch.tensor(grown, dtype=world.dtype, device=world.device)
         return {**super().begin(world, client, received, local), "kl_scale": scale}
 
-    def noise(self, world: World, size: int, training: bool, generator: torch.Generator) -> Tensors:
+    def noise(self, world: World, size: int, training: bool, generator: Stream) -> Tensors:
         return self._epsilon(world, 1, size, generator) if training else {}
 
-    def _epsilon(self, world: World, draws: int, size: int, generator: torch.Generator) -> Tensors:
+    def _epsilon(self, world: World, draws: int, size: int, generator: Stream) -> Tensors:
         blocks = self.instance_depth or world.blocks
         shape = (draws, size, blocks, self.instance_tokens, world.width)
-        return {"epsilon": torch.randn(shape, generator=generator).to(world.dtype)}
+        return {"epsilon": generator.normal(*shape).to(world.dtype)}
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         if "epsilon" not in noise:
@@ -185,21 +193,18 @@ class PFedBayesPT(PFedBayesPTG):
 
     symbols: ClassVar[Mapping[str, str]] = {"v": "predict_draws"}
 
-    keep_probability: Annotated[float, Field(ge=0, le=1)] = (
-        0.9  #: pi, with which a token of the features stays unmasked; CLS always does
-    )
-    draws: Annotated[int, Field(ge=1)] = 1  #: J, prompts drawn per image and step
-    extra_samples: Annotated[int, Field(ge=0)] = (
-        1  #: S, further posteriors per image that tell the mixture from a single Gaussian
-    )
-    predict_draws: Annotated[int, Field(ge=1)] = (
-        5  #: V, prompts per image whose probabilities are averaged in a prediction
-    )
-    omega: Literal["joint", "layerwise"] = (
-        "joint"  #: the mixture's density over all blocks at once, as in the paper, or block by block
-    )
+    keep_probability: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Pi, with which a token of the features stays unmasked; CLS always does."""
+    draws: Annotated[int, Field(ge=1)] = 1
+    """J, prompts drawn per image and step."""
+    extra_samples: Annotated[int, Field(ge=0)] = 1
+    """S, further posteriors per image that form the mixture."""
+    predict_draws: Annotated[int, Field(ge=1)] = 5
+    """V, prompts per image whose probabilities are averaged in a prediction."""
+    omega: Literal["joint", "layerwise"] = "joint"
+    """The mixture's density over all blocks at once, as in the paper, or block by block."""
 
-    def noise(self, world: World, size: int, training: bool, generator: torch.Generator) -> Tensors:
+    def noise(self, world: World, size: int, training: bool, generator: Stream) -> Tensors:
         blocks = self.instance_depth or world.blocks
         count = self.draws + self.extra_samples if training else self.predict_draws
         shape = (count, size, blocks, world.tokens)
@@ -225,4 +230,5 @@ class PFedBayesPT(PFedBayesPTG):
 
     def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         logits = self.logits(world, params, seen, batch, noise)
-        return probabilities(logits).unflatten(0, (self.predict_draws, -1))
+        by_draw: Tensor = probabilities(logits).unflatten(0, (self.predict_draws, -1))
+        return by_draw

@@ -1,5 +1,4 @@
-"""pFedDC (arXiv 2506.21144): global and local prompts for both towers, fused by cross-attention; only the global prompts
-are shared.
+"""pFedDC (arXiv 2506.21144): shared global and local prompts for both towers, fused by cross-attention.
 
 For each modality, text and vision, client k has a global prompt G, a local prompt L_k and a cross-attention A_k, all
 trained together:
@@ -8,21 +7,21 @@ trained together:
     F_vision = L_vision + A_vision(L_vision, G_vision)   (J, m_v, d_v)   I_b = f([image b, F_vision])
     local objective CE(scale * I T^T, y),   G <- sum_k p_k G_k for both modalities,   p_k = n_k / sum of the cohort's n
 
-A is a pre-norm multi-head attention whose output map starts at zero (`prompts/fusion.py` has the formulas, the other
-directions and the kinds without attention). So before the first step F = L: the model is one with local prompts alone.
-For the same reason only local prompts and output maps have a gradient at the first step; global prompts and the other
-maps follow at the second.
+A is a pre-norm multi-head attention whose output map starts at zero (`modules/fusion.py` has the formulas, the other
+directions and the kinds without attention). So before the first step F = L: the model has only local prompts. For the
+same reason only local prompts and output maps have a gradient at the first step; global prompts and the other maps
+follow at the second.
 
-The fused prompt does not depend on the image. (A summary of the paper says that the fusion decides for each instance,
-but both of its inputs are prompts.) It is computed once per step, and the text tower runs once per evaluation.
+The fused prompt does not depend on the image. (A summary of the paper says that the fusion depends on the image, but
+both of its inputs are prompts.) It is computed once per step, and the text tower runs once per evaluation.
 
-Vision prompts stand behind the image's tokens, have no position, and enter before CLIP's `ln_pre`. With `vision_depth`
-J > 1 each of the first J blocks has prompts of its own that replace those of the block before; one A_vision serves all
-of them. Without vision prompts the image tower never runs again after the first pass.
+Vision prompts come after the image's tokens, have no position, and enter before CLIP's `ln_pre`. With `vision_depth` J
+> 1 each of the first J blocks has its own prompts, which replace those of the block before; all of them use one
+A_vision. Without vision prompts the image tower runs only once per image.
 
-A client that never trained predicts with the global prompts alone, since its own are still noise; so does everybody
-where `federation.evaluate_at` is `global`. A held-out client begins its fitting from an untrained local prompt and
-attention, as a client does in its first round.
+A client that never trained predicts with only the global prompts, since its own are still noise; so do all clients if
+`federation.evaluate_at` is `global`. A held-out client starts from an untrained local prompt and attention, as a client
+does in its first round.
 
 Of the paper, text and vision prompts, cross-attention fusion, what is shared, SGD and the frozen CLIP ViT-B/16 are
 known to us. Lengths, heads, direction, insertion and start are not: they are our choice, and settings. There is no
@@ -39,12 +38,14 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Progress, Prompts, Seen, Stage, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Progress, Prompts, Seen, Stage, World
-from fedprompt.methods.with_own import TRAINED
-from fedprompt.methods.with_text import WithText, check_room, similarity
-from fedprompt.prompts.contexts import random_context
-from fedprompt.prompts.fusion import (
+from fedprompt.methods.bases.with_local import TRAINED
+from fedprompt.methods.bases.with_text import WithText, check_room, similarity
+from fedprompt.modules.contexts import random_context
+from fedprompt.modules.fusion import (
     Direction,
     Fused,
     Kind,
@@ -55,9 +56,9 @@ from fedprompt.prompts.fusion import (
     new_attention,
     part,
 )
-from fedprompt.prompts.insertion import VisionPrompt
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors, prefixed, stripped
+from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, prefixed, stripped
 
 
 @register("pfeddc")
@@ -65,25 +66,28 @@ from fedprompt.roles import Roles, Tensors, prefixed, stripped
 class PFedDC(WithText):
     """Dual prompts with cross fusion. `context_tokens` is the length of the global text prompt."""
 
-    local_tokens: Annotated[int, Field(ge=1)] | None = (
-        None  #: of the local text prompt, which is then drawn at random; null for as many as the global one has
-    )
-    vision_tokens: Annotated[int, Field(ge=0)] = 4  #: of the global vision prompt, for each prompted block; 0 for none
-    local_vision_tokens: Annotated[int, Field(ge=1)] | None = (
-        None  #: of the local vision prompt; null for as many as the global one has
-    )
-    vision_depth: Annotated[int, Field(ge=1)] | None = (
-        1  #: blocks that get vision prompts of their own, counted from the first; null for all
-    )
-    fusion: Kind = "attention"  #: how global and local prompt become one: attention, mean, sum, concat
-    direction: Direction = (
-        "local_queries"  #: of the attention: local_queries, global_queries, bidirectional, concat_keys
-    )
-    heads: Annotated[int, Field(ge=1)] = 8  #: of each attention
-    share_attention: bool = False  #: average the attentions too, instead of leaving them to the clients
-    use_vision: bool = True  #: false for text prompts alone
-    use_local: bool = True  #: false for global prompts alone
-    use_global: bool = True  #: false for local prompts alone, with nothing shared
+    local_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Words of the local text prompt, which is then drawn at random; null for the length of the global one."""
+    vision_tokens: Annotated[int, Field(ge=0)] = 4
+    """Tokens of the global vision prompt per prompted block; 0 for none."""
+    local_vision_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of the local vision prompt; null for the length of the global one."""
+    vision_depth: Annotated[int, Field(ge=1)] | None = 1
+    """Number of blocks with vision prompts, from the first; null for all."""
+    fusion: Kind = "attention"
+    """How global and local prompt are fused: attention, mean, sum, concat."""
+    direction: Direction = "local_queries"
+    """Queries and keys of the attention: local_queries, global_queries, bidirectional, concat_keys."""
+    heads: Annotated[int, Field(ge=1)] = 8
+    """Heads of each attention."""
+    share_attention: bool = False
+    """Average the attentions too, instead of keeping them local."""
+    use_vision: bool = True
+    """False for text prompts only."""
+    use_local: bool = True
+    """False for global prompts only."""
+    use_global: bool = True
+    """False for local prompts only, with nothing shared."""
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -108,7 +112,7 @@ class PFedDC(WithText):
         if needs_equal_lengths(self.fusion, self.direction):
             self._check_lengths(world)
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         shared: Tensors = {}
         local: Tensors = {}
         for modality in self.modalities:
@@ -142,7 +146,7 @@ class PFedDC(WithText):
         return Prompts(text={"context": text}, vision=(VisionPrompt(vision, tuple(range(len(vision)))),))
 
     def fused(self, modality: str, params: Tensors) -> Tensor:
-        """The prompt that goes into the tower: the global and the local one fused, or whichever of them there is."""
+        """The prompt for the tower: the global and the local one fused, or the only one there is."""
         if not self._has_both(modality, params):
             return next(params[name] for name in (f"local_{modality}", f"global_{modality}") if name in params)
         if self.fusion == "attention":
@@ -161,9 +165,9 @@ class PFedDC(WithText):
         return upload, local
 
     def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
-        """By modality, how much of the fused prompt is global, and whether its attention has collapsed; see `prompts/fusion.py`.
+        """By modality, the global share of the fused prompt, and statistics of its attention (`modules/fusion.py`).
 
-        Without attention there is `global_share` alone: |G| / (|G| + |L|).
+        Without attention there is only `global_share`: |G| / (|G| + |L|).
         """
         found: Tensors = {}
         for modality in self.modalities:
@@ -184,12 +188,12 @@ class PFedDC(WithText):
         both = params[f"global_{modality}"], params[f"local_{modality}"]
         return fuse_by_attention(self.direction, stripped(f"fusion.{modality}.", params), *both, self.heads)
 
-    def _new_global(self, modality: str, world: World, generator: torch.Generator) -> Tensor:
+    def _new_global(self, modality: str, world: World, generator: Stream) -> Tensor:
         if modality == "text":
             return self.new_context(world, generator)
         return random_context(self.vision_tokens, world.width, generator, self.vision_depth or world.blocks)
 
-    def _new_local(self, modality: str, world: World, generator: torch.Generator) -> Tensor:
+    def _new_local(self, modality: str, world: World, generator: Stream) -> Tensor:
         if modality == "text" and self.local_tokens is not None:
             classes = world.classes if self.class_specific else None
             return random_context(self.local_tokens, world.text.width, generator, classes)
@@ -198,7 +202,7 @@ class PFedDC(WithText):
         return self._new_global(modality, world, generator)
 
     def _check_text_room(self, world: World) -> None:
-        """The global prompt is checked already; there may be a longer local one, or both at once."""
+        """Check the local prompt, which may be longer, and the two together; the global one is checked already."""
         if not self.use_local:
             return
         words = self.context_length(world)

@@ -1,29 +1,33 @@
-"""pFedMoAP (Luo et al., ICLR 2025, arXiv 2410.10114): prompts of other clients as experts beside one's own, weighed by a local gate.
+"""pFedMoAP (Luo et al., ICLR 2025, arXiv 2410.10114): contexts of other clients as experts, weighed together with the
+client's own by a local gate.
 
 The server keeps the average context P_g and a pool: the context that every client uploaded last. In a round client i
 
 1. starts from P_i = P_g;
-2. gets the K contexts of the pool nearest to *its own* pool entry, itself left out, of the pool as it was before the round.
-   Their text features T_e, e = 1..K, are computed once; T_0 are those of P_i;
+2. gets the K contexts of the pool nearest to *its own* pool entry, itself left out, of the pool as it was before the
+   round. Their text features T_e, e = 1..K, are computed once; T_0 are those of P_i;
 3. trains P_i and its gate together by cross-entropy on
 
        logits = scale * pool(I) . M(I, T_0..T_K)  +  lambda * scale * I . T_0
 
-   with M the gate's mixture of experts (see `prompts/gates.py`). The weight lambda is on the *local* expert;
+   with M the gate's mixture of experts (see `modules/gates.py`). The weight lambda is on the *local* expert;
 4. uploads P_i, which is averaged into P_g and replaces its entry of the pool. The gate stays.
 
-A client without a pool entry has no neighbours: it trains P_i by the local logits alone, as in CoOp, and its gate rests (not even
-weight decay moves it). It predicts with the context it trained last, its gate, and the nearest contexts of the current pool; a
-client that never took part predicts with P_g. The paper does not say what a gate does that was never trained, as after a
-client's first round: it is random, so here the client predicts by the local logits until it has trained its gate once. A client
-that was held out has no pool entry either: it tunes P_g by the local logits, as in any first participation.
+A client without a pool entry has no neighbours: it trains P_i with the local logits only, as in CoOp, and its gate does
+not change (not even by weight decay). It predicts with the context it trained last, its gate, and the nearest contexts
+of the current pool; a client that never took part predicts with P_g. The paper does not define predictions with an
+untrained gate, as after a client's first round: it is random, so here the client predicts with the local logits until
+it has trained its gate once. A held-out client has no pool entry either: it tunes P_g with the local logits, as in any
+first participation.
 
-The linear gate is known to us by name only ("linear projection"). Ours maps the pooled image to one weight per expert, and mixes
-text features at full width; expert e is the e-th nearest. With `gate_sharing: aggregated` the gate is averaged with the context.
+We know the linear gate only by name ("linear projection"). Ours maps the pooled image to one weight per expert, and
+mixes text features at full width; expert e is the e-th nearest. With `gate_sharing: aggregated` the gate is averaged
+with the context.
 
-Where the public code differs from the paper we follow the paper: it never calls its nearest-neighbour selection, which could return
-the client itself; experts come from a pool that changes while the clients of a round train; gates and experts leak from one
-client to the next; momentum and schedule are shared by all clients; clients that never took part cannot be evaluated.
+Where the public code differs from the paper we follow the paper: it never calls its nearest-neighbour selection, which
+could return the client itself; experts come from a pool that changes while the clients of a round train; gates and
+experts leak from one client to the next; momentum and schedule are shared by all clients; clients that never took part
+cannot be evaluated.
 """
 
 from __future__ import annotations
@@ -38,17 +42,18 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Combine, Mixture, Progress, Seen, Server, Stage, Upload, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Combine, Mixture, Progress, Seen, Server, Stage, Upload, World
+from fedprompt.methods.bases.with_text import precise, similarity
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.methods.with_text import precise, similarity
-from fedprompt.prompts import gates
-from fedprompt.prompts.cells import library
-from fedprompt.prompts.neighbours import drawn
-from fedprompt.prompts.starts import linear_layer
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors, pick, prefixed, stripped
-from fedprompt.streams import stream
+from fedprompt.modules import gates
+from fedprompt.modules.ann_index import library
+from fedprompt.modules.init import linear_layer
+from fedprompt.modules.knn import drawn
+from fedprompt.random_streams import Stream, stream
+from fedprompt.tensors import Tensors, pick, prefixed, stripped
 
 GATE = "gate."
 SELECTION_SEED = "selection_seed"
@@ -61,19 +66,28 @@ class PFedMoAP(PromptFL):
 
     symbols: ClassVar[Mapping[str, str]] = {"lambda": "local_weight"}
 
-    experts: Annotated[int, Field(ge=1)] = 10  #: K + 1, the client's own included; fewer while the pool is small
-    local_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
-        0.5  #: lambda, of the local logits; 0 = mixture only
-    )
-    gate: Literal["attention", "linear"] = "attention"  #: what weighs the experts
-    gate_width: Annotated[int, Field(ge=1)] = 128  #: w, dimensions after pooling; must divide those of the features
-    heads: Annotated[int, Field(ge=1)] = 8  #: h, of the attention
-    scaling: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  #: factor on q . k, in place of 1/sqrt(w/h)
-    pooling: gates.Pooling = "stride"  #: every (D/w)-th number of a feature, or means of D/w numbers
-    selection: Literal["nearest", "random"] = "nearest"  #: which contexts of the pool a client gets
-    search: Literal["exact", "approximate"] = "exact"  #: of the nearest; approximate needs `fedprompt[index]`
-    gate_sharing: Literal["local", "aggregated"] = "local"  #: keep the gate, or average it with the context
-    gate_when_alone: bool = False  #: use the gate even where the client's own expert is the only one
+    experts: Annotated[int, Field(ge=1)] = 10
+    """K + 1 experts, including the client's own; fewer while the pool is small."""
+    local_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
+    """Lambda, weight of the local logits; 0 = mixture only."""
+    gate: Literal["attention", "linear"] = "attention"
+    """Kind of the gate."""
+    gate_width: Annotated[int, Field(ge=1)] = 128
+    """w, dimensions after pooling; must divide the dimensions of the features."""
+    heads: Annotated[int, Field(ge=1)] = 8
+    """h, heads of the attention."""
+    scaling: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    """Factor on q . k, in place of 1/sqrt(w/h)."""
+    pooling: gates.Pooling = "stride"
+    """Every (D/w)-th number of a feature, or means of D/w numbers."""
+    selection: Literal["nearest", "random"] = "nearest"
+    """Which contexts of the pool a client gets."""
+    search: Literal["exact", "approximate"] = "exact"
+    """Search for the nearest contexts; approximate needs `fedprompt[index]`."""
+    gate_sharing: Literal["local", "aggregated"] = "local"
+    """Keep the gate local, or average it with the context."""
+    gate_when_alone: bool = False
+    """Use the gate even if the client's own expert is the only one."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
@@ -93,30 +107,30 @@ class PFedMoAP(PromptFL):
     def sums_suffice(self) -> bool:
         return False  # keeps a pool of contexts
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         context = self.new_context(world, generator)
         gate = world.placed(prefixed(GATE, self._new_gate(world, generator)))
         never = torch.zeros((), dtype=world.dtype, device=world.device)
         own = {"last_context": context.clone(), "took_part": never, "gate_trained": never.clone()}
-        server = {SELECTION_SEED: torch.randint(2**62, (), generator=generator)} if self.selection == "random" else {}
+        server = {SELECTION_SEED: torch.tensor(generator.integer(2**62))} if self.selection == "random" else {}
         if self.gate_sharing == "aggregated":
             return Roles(shared={"context": context, **gate}, local=own, server=server)
         return Roles(shared={"context": context}, local={**own, **gate}, server=server)
 
-    def _new_gate(self, world: World, generator: torch.Generator) -> Tensors:
+    def _new_gate(self, world: World, generator: Stream) -> Tensors:
         if self.gate == "linear":
             return linear_layer("linear", 1 + self.others(world), self.gate_width, generator)
         return gates.attention_start(self.gate_width, generator)
 
     def download(self, world: World, server: Server, client: int) -> Tensors:
-        """The shared tensors and the contexts (k, m, d) of the chosen clients, none for a client without a pool entry."""
+        """The shared tensors and the contexts (k, m, d) of the chosen clients; none without a pool entry."""
         chosen = self._chosen(world, server, client) if client in server.pool else []
         context = server.shared["context"]
         experts = server.pool.rows(chosen).to(context) if chosen else context.new_empty(0, *context.shape)
         return {**server.shared, "experts": experts}
 
     def _chosen(self, world: World, server: Server, client: int) -> list[int]:
-        """Random choices depend on the run's seed, the round and the client, and on nothing that happened before."""
+        """Random choices depend only on the run's seed, the round and the client."""
         if self.selection == "nearest":
             return server.pool.nearest(client, self.others(world), self.search == "approximate")
         generator = stream(int(server.own[SELECTION_SEED]), server.round, client, "experts")
@@ -129,7 +143,7 @@ class PFedMoAP(PromptFL):
         return {**params, **experts}
 
     def _ready_experts(self, world: World, contexts: Tensor) -> Tensors:
-        """Text features of the received contexts, filled up with unknown ones so that they look alike on all clients."""
+        """Text features of the received contexts, padded so that they have the same shape on all clients."""
         found, most = len(contexts), self.others(world)
         features = contexts.new_zeros(0, world.classes, world.text.features)
         if found:
@@ -166,7 +180,7 @@ class PFedMoAP(PromptFL):
         return torch.where(params["gated"] > 0, mixed, plain)
 
     def experts_and_weights(self, params: Tensors, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Text features (1 + K, C, D), the local ones first, and the gate's weights (B, C, h, 1 + K), or (B, 1 + K) of a linear gate."""
+        """Text features (1 + K, C, D), local ones first, and gate weights (B, C, h, 1 + K), or (B, 1 + K) if linear."""
         text = precise(torch.cat([seen.text["context"].unsqueeze(0), params["expert_features"]]))
         gate, image, known = _gate(params), self._pooled(seen.image), all_known(params)
         if self.gate == "linear":
@@ -177,7 +191,7 @@ class PFedMoAP(PromptFL):
         return gates.pooled(precise(features), self.gate_width, self.pooling)
 
     def after_step(self, world: World, params: Tensors, before: Tensors, step: int) -> Tensors:
-        """A gate that is not used rests: weight decay would move it without a gradient."""
+        """An unused gate does not change: weight decay would change it without a gradient."""
         used = before["gated"] > 0
         resting = {
             name: torch.where(used, tensor, before[name]) for name, tensor in params.items() if name.startswith(GATE)
@@ -201,11 +215,11 @@ class PFedMoAP(PromptFL):
         return replace(averaged, pool=server.pool.with_rows(contexts))
 
     def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
-        """A first participation: the received context by the local logits."""
+        """A first participation: train the received context with the local logits."""
         return (Stage(self, ("context",), epochs, "newcomer.local"),)
 
     def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
-        """Where the gate looks, of clients that use one: the weight of the local expert, the mean weight of another, and the entropy."""
+        """Of clients that use a gate: the weight of the local expert, the mean weight of another, and the entropy."""
         if not params["gated"] > 0:
             return {}
         _, weights = self.experts_and_weights(params, seen)
@@ -217,7 +231,9 @@ class PFedMoAP(PromptFL):
         return found
 
     def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
-        """The gate's weights, as means over classes and heads; neighbour 1 is the nearest. Who they are is not told to a client."""
+        """The gate's weights, as means over classes and heads; neighbour 1 is the nearest. A client does not learn who
+        its neighbours are.
+        """
         if not params["gated"] > 0:
             return (Mixture("experts", ("own",), seen.image.new_ones(len(seen.image), 1)),)
         _, weights = self.experts_and_weights(params, seen)
@@ -233,5 +249,5 @@ def _gate(params: Tensors) -> Tensors:
 
 
 def all_known(params: Tensors) -> Tensor:
-    """Which of the 1 + K experts are there: the local one always."""
+    """Mask of the 1 + K experts that exist: always the local one."""
     return F.pad(params["expert_known"], (1, 0), value=1.0)

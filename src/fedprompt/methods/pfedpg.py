@@ -1,29 +1,32 @@
-"""pFedPG (Yang et al., ICCV 2023, arXiv 2308.15367): the server generates a prompt for every client and learns how from their answers.
+"""pFedPG (Yang et al., ICCV 2023, arXiv 2308.15367): the server generates a prompt for every client.
 
 The server keeps base prompts P_base in R^{K x d}, one descriptor d_n in R^d per client and a multi-head cross-attention
-W = (W_Q, W_K, W_V, W_O) without biases, in which the descriptor asks the base prompts:
+W = (W_Q, W_K, W_V, W_O) without biases, in which the descriptor attends to the base prompts:
 
     a_n = Attention(q = d_n W_Q,  k = P_base W_K,  v = P_base W_V) W_O        P_n = P_base + a_n   (a_n added to every token)
 
-Client n trains P_n and its head and sends back only the change D_n = P~_n - P_n. It stands for minus the gradient of its
-loss in P_n, so descent on sum_n w_n L_n, w_n the client's share of the cohort, is a plain step *along* it:
+Client n trains P_n and its head and sends back only the change D_n = P~_n - P_n. It stands for minus the gradient of
+its loss in P_n, so descent on sum_n w_n L_n, w_n the client's share of the cohort, is a plain step *along* it:
 
-    phi <- phi + alpha sum_n w_n (dP_n / dphi)^T D_n        phi = P_base, W, and d_n, which only client n moves
+    phi <- phi + alpha sum_n w_n (dP_n / dphi)^T D_n        phi = P_base, W, and d_n, which only client n changes
 
-There is no momentum on the server: it would go on moving descriptors of clients that did not take part. The server's
-tensors are kept in single precision at least, since steps of alpha vanish in half precision. Note how small alpha = 1e-3, the
-paper's, is: in one round P_base takes over about a thousandth of the mean change, and the adapted prompts, which a client keeps
-to predict with, do most of the work. Nor do generated prompts differ much at first: with ViT-B/16's base prompts of norm 1 and standard
-normal descriptors the a_n lie about 0.01 from their mean, with `descriptor_std: 10` about 0.1 (the start of the descriptors is our choice).
+There is no momentum on the server: it would change descriptors of clients that did not take part. The server's tensors
+are kept in single precision at least, since steps of alpha vanish in half precision. Note how small alpha = 1e-3, the
+paper's, is: in one round P_base moves by about a thousandth of the mean change, and the adapted prompts, which a client
+keeps to predict with, do most of the work. Nor do generated prompts differ much at first: with ViT-B/16's base prompts
+of norm 1 and standard normal descriptors the a_n lie about 0.01 from their mean, with `descriptor_std: 10` about 0.1
+(the initial descriptors are our choice).
 
-With `depth` q > 1 there are base prompts for each of the first q blocks; the one descriptor asks those of each block with the same W.
+With `depth` q > 1 there are base prompts for each of the first q blocks; the one descriptor attends to those of each
+block with the same W.
 
-A client that was held out gets copies of P_base and W and the mean descriptor of the clients that take part. It fits the
-descriptor and its head; P_base and W stay as they are.
+A client that was held out gets copies of P_base and W and the mean descriptor of the clients that take part. It fits
+the descriptor and its head; P_base and W do not change.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -33,16 +36,18 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Combine, Progress, Prompts, Server, Stage, Upload, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Combine, Progress, Prompts, Server, Stage, Upload, World
 from fedprompt.methods.fedvpt import FedVPT
-from fedprompt.prompts.heads import NAMES
-from fedprompt.prompts.insertion import initial_prompt
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Statistic, Tensors, pick, prefixed, stripped
+from fedprompt.modules.heads import NAMES
+from fedprompt.modules.insertion import initial_prompt
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, pick, prefixed, stripped
 
 WEIGHTS = ("generator.query", "generator.key", "generator.value", "generator.output")
-SENT = "sent."  #: copies of the server's tensors on their way to a client that was held out
+SENT = "sent."  # copies of the server's tensors on their way to a client that was held out
 
 
 @register("pfedpg")
@@ -50,10 +55,14 @@ SENT = "sent."  #: copies of the server's tensors on their way to a client that 
 class PFedPG(FedVPT):
     """Prompts generated for each client by an attention on the server."""
 
-    attention_heads: Annotated[int, Field(ge=1)] | None = None  #: of the generator; null for the most up to 12 that fit
-    server_lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3  #: alpha, of generator, base and descriptors
-    descriptor_std: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  #: of the normal start of the descriptors
-    predict_with: Literal["adapted", "generated"] = "adapted"  #: the prompt last trained here, or the one just received
+    attention_heads: Annotated[int, Field(ge=1)] | None = None
+    """Heads of the generator; null for the largest number up to 12 that fits."""
+    server_lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
+    """Alpha, learning rate of generator, base and descriptors."""
+    descriptor_std: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Standard deviation of the initial descriptors."""
+    predict_with: Literal["adapted", "generated"] = "adapted"
+    """Predict with the prompt last trained here, or with the one just received."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
@@ -64,12 +73,12 @@ class PFedPG(FedVPT):
     def sums_suffice(self) -> bool:
         return False  # every client has a descriptor
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         width, depth = world.width, self.depth or world.blocks
         base = initial_prompt(self.prompt_init, depth, self.prompt_tokens, width, world.patch, generator)
         server = {
             "base": base,
-            "descriptors": torch.randn(world.clients, width, generator=generator) * self.descriptor_std,
+            "descriptors": generator.normal(world.clients, width) * self.descriptor_std,
             **{name: xavier(width, generator) for name in WEIGHTS},
         }
         precise = torch.promote_types(world.dtype, torch.float32)
@@ -146,10 +155,10 @@ class PFedPG(FedVPT):
 
 
 def most_heads(width: int) -> int:
-    """The largest number of heads up to 12 that the width can be cut into."""
+    """The largest number of heads up to 12 that divides the width."""
     return max(heads for heads in range(1, 13) if width % heads == 0)
 
 
-def xavier(width: int, generator: torch.Generator) -> Tensor:
+def xavier(width: int, generator: Stream) -> Tensor:
     """A square matrix uniform in ±sqrt(3 / width)."""
-    return (torch.rand(width, width, generator=generator) * 2 - 1) * (3 / width) ** 0.5
+    return (generator.uniform(width, width) * 2 - 1) * math.sqrt(3 / width)

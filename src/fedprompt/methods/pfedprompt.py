@@ -1,17 +1,17 @@
-"""pFedPrompt (Guo et al., WWW 2023): a text context for all clients, and each client's memory of its own images beside it.
+"""pFedPrompt (Guo et al., WWW 2023): one text context for all clients, and at each client a memory of its own images.
 
     text      P <- sum_k p_k P_k, trained and averaged as in PromptFL; logits scale * f T^T, f the image and T_c the class, unit vectors
-    memory    keys F_cs: un-prompted features of up to `memory_per_class` training images s of class c of this client; no parameters
+    memory    keys F_cs: image features of up to `memory_per_class` training images s of class c of this client; no parameters
     predict   logits_c = scale * f T_c + alpha * sum_s exp(-beta (1 - f F_cs))
 
-The memory is the client's own: it is made from its training images whenever it is wanted, is no part of any message, and needs no training,
-so clients that never took part, and held-out ones, have one too. Of a class with more images than it may hold, it keeps some at even
-distances in the client's order, so that each domain is there in proportion.
+The memory is local: it is computed from the client's training images when needed, is part of no message, and needs no
+training, so clients that never took part, and held-out ones, have one too. Of a class with too many images it keeps
+some at even distances in the client's order, so that each domain is represented in proportion.
 
-There is no public code, and the paper's details are not known to us: the form of the memory is Tip-Adapter's (Zhang et al., ECCV 2022),
-as are alpha and beta. Ours: the memory joins in at tests only. In training every image would find itself in it, with weight 1 under its
-right label, which hides from the context what it still gets wrong; `train_with_memory` does it all the same. Without it the context
-follows PromptFL to the bit, and alpha = 0 is PromptFL altogether.
+There is no public code, and the paper's details are not known to us: the form of the memory is Tip-Adapter's (Zhang et
+al., ECCV 2022), as are alpha and beta. Our choice: the memory is used only for tests. In training every image would
+find itself in it, with weight 1 and its right label, which hides the errors of the context; `train_with_memory` does it
+anyway. Without it the context is that of PromptFL to the bit, and with alpha = 0 the predictions too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedprompt.method import Batch, Client, Mixture, Seen, World
+from fedprompt.core.method import Batch, Client, Mixture, Seen, World
+from fedprompt.core.registry import register
+from fedprompt.methods.bases.with_text import precise
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.methods.with_text import precise
-from fedprompt.registry import register
-from fedprompt.roles import Tensors
+from fedprompt.tensors import Tensors
 
-KEYS, KNOWN = "memory.keys", "memory.known"  #: (C, S, D), and (C, S) with 1 where there is a key
+KEYS, KNOWN = "memory.keys", "memory.known"  # (C, S, D), and (C, S) with 1 where there is a key
 
 
 @register("pfedprompt")
@@ -37,12 +37,14 @@ KEYS, KNOWN = "memory.keys", "memory.known"  #: (C, S, D), and (C, S) with 1 whe
 class PFedPrompt(PromptFL):
     """An averaged text context and a memory of the client's own images."""
 
-    memory_per_class: Annotated[int, Field(ge=1)] = 16  #: S, images of a class that are remembered at most
-    memory_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  #: alpha, of what the memory says
-    sharpness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
-        5.5  #: beta, how fast weights fall with the distance
-    )
-    train_with_memory: bool = False  #: use the memory in training too, where each image finds itself in it
+    memory_per_class: Annotated[int, Field(ge=1)] = 16
+    """S, largest number of remembered images per class."""
+    memory_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Alpha, weight of the memory."""
+    sharpness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.5
+    """Beta, how fast weights fall with the distance."""
+    train_with_memory: bool = False
+    """Use the memory in training too, where each image finds itself in it."""
 
     @property
     def names_any_class(self) -> bool:
@@ -68,7 +70,7 @@ class PFedPrompt(PromptFL):
 
 
 def remember(features: Tensor, labels: Tensor, classes: int, most: int) -> tuple[Tensor, Tensor]:
-    """Keys (C, S, D) out of features (n, D) with labels (n,), and which of them are there (C, S); the others are zero."""
+    """Keys (C, S, D) out of features (n, D) with labels (n,), and a mask (C, S) of those that are not padding."""
     keys = features.new_zeros(classes, most, features.shape[-1])
     known = features.new_zeros(classes, most)
     for label in range(classes):
@@ -80,6 +82,6 @@ def remember(features: Tensor, labels: Tensor, classes: int, most: int) -> tuple
 
 
 def recall(keys: Tensor, known: Tensor, images: Tensor, sharpness: float) -> Tensor:
-    """How much each image (B, D) is like the remembered ones of every class, (B, C)."""
+    """Similarity of each image (B, D) to the remembered ones of every class, (B, C)."""
     likeness = torch.einsum("bd,csd->bcs", precise(images), precise(keys))
     return (known * (-sharpness * (1 - likeness)).exp()).sum(-1)

@@ -1,4 +1,4 @@
-"""PromptFL (Guo et al., 2023): one learnable text context P for all clients, trained by each on its own images and averaged.
+"""PromptFL (Guo et al., 2023): one learnable text context P, trained by each client on its own images and averaged.
 
     T_c = g([P, name c]),   local objective CE(scale * I T^T, y),   P <- sum_k p_k P_k,   p_k = n_k / sum of the cohort's n
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fedprompt.method import Batch, Prompts, Seen, World
-from fedprompt.methods.with_text import WithText, similarity
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors
+from fedprompt.core.method import Batch, Prompts, Seen, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
+from fedprompt.methods.bases.with_text import WithText, similarity
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 
 @register("promptfl")
@@ -23,7 +24,7 @@ from fedprompt.roles import Roles, Tensors
 class PromptFL(WithText):
     """A text context averaged over clients."""
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         return Roles(shared={"context": self.new_context(world, generator)})
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:

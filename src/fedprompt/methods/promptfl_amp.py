@@ -1,27 +1,30 @@
-"""PromptFL with FedAMP (Huang et al., AAAI 2021, arXiv 2007.03797): clients whose contexts are alike pull each other together.
+"""PromptFL with FedAMP (Huang et al., AAAI 2021, arXiv 2007.03797): similar contexts attract each other.
 
-The server keeps the last context P_j of every client that ever took part. With A(x) = 1 - exp(-x / sigma), client i receives
+The server keeps the last context P_j of every client that ever took part. With A(x) = 1 - exp(-x / sigma), client i
+receives
 
     xi_ij = a_i A'(||P_i - P_j||^2) = (a_i / sigma) exp(-||P_i - P_j||^2 / sigma)                          j != i, in the pool
     u_i   = (1 - sum_j xi_ij) P_i + sum_j xi_ij P_j                                                        the cloud's context
 
-and minimises, from its own last context on,
+and minimises, starting from its own last context,
 
     CE(scale * I T^T, y) + lam / (2 a_i) ||P - u_i||^2
 
-It predicts with its own last context. u_i is a step of size a along the gradient of all pairs' A, and the objective a proximal step of
-size a / lam, so both must use the same a.
+It predicts with its own last context. u_i is a step of size a along the gradient of all pairs' A, and the objective a
+proximal step of size a / lam, so both must use the same a.
 
-The step is capped. All xi_ij are non-negative, but a step that is too long makes the self weight 1 - sum_j xi_ij negative, and then
-u_i is no average any more: sigma = a = 1 does so as soon as two others are near. Hence a_i = min(a, 1 / sum_j A'(||P_i - P_j||^2)),
-which goes down with u_i. The self weight lies in [0, 1], and u_i is an average. Where the cap binds, u_i is an average of the others alone.
+The step is capped. All xi_ij are non-negative, but a step that is too long makes the self weight 1 - sum_j xi_ij
+negative, and then u_i is no average any more: sigma = a = 1 does so as soon as two others are near. Hence a_i = min(a,
+1 / sum_j A'(||P_i - P_j||^2)), which goes down with u_i. The self weight lies in [0, 1], and u_i is an average. Where
+the cap binds, u_i is an average of only the others.
 
-A client that never took part has no place in the pool. It gets the mean of the last cohort (PromptFL's rule; the start, in the first
-round) as u_i and with the full a, begins there and, until it has trained, predicts with it. The paper lets all clients take part in every
-round and needs no such rule. A held-out client trains a context near that mean for `federation.newcomer_epochs`.
+A client that never took part is not in the pool. It gets the mean of the last cohort (PromptFL's rule; in the first
+round, the initial context) as u_i and with the full a, begins there and, until it has trained, predicts with it. The
+paper lets all clients take part in every round and needs no such rule. A held-out client trains a context near that
+mean for `federation.newcomer_epochs`.
 
-A public port of this baseline has exp(+x / sigma), that is negative weights without bound, and a penalty without a square or a gradient.
-With lam = 0 and all clients in every round this is CoOp, to the bit.
+A public port of this baseline has exp(+x / sigma), that is negative weights without bound, and a penalty without a
+square or a gradient. With lam = 0 and all clients in every round this is CoOp, to the bit.
 """
 
 from __future__ import annotations
@@ -36,28 +39,31 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
-from fedprompt.method import Batch, Client, Combine, Progress, Seen, Server, Stage, Upload, World
+from fedprompt.core.method import Batch, Client, Combine, Progress, Seen, Server, Stage, Upload, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.methods.variants.base import squared_distance
-from fedprompt.prompts.neighbours import Block
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors, stripped
+from fedprompt.methods.variants.wrapper import squared_distance
+from fedprompt.modules.knn import Block
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, stripped
 
-CLOUD = "cloud."  #: what the local objective is anchored at
-STEP = "step"  #: a_i
-OWN, TRAINED = "own.context", "own.trained"  #: the last context of this client, and 1 if there is one
+CLOUD = "cloud."  # the anchor of the local objective
+STEP = "step"  # a_i
+OWN, TRAINED = "own.context", "own.trained"  # the last context of this client, and 1 if there is one
 
 
 @register("promptfl_amp")
 @dataclass(frozen=True)
 class PromptFLAMP(PromptFL):
-    """Text contexts of the clients' own that attract each other, the more the closer they are."""
+    """Local text contexts that attract each other, more strongly if they are closer."""
 
-    lam: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  #: lambda, strength of the attraction
-    sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0  #: squared distance at which it has fallen to 1/e
-    step: Annotated[float, Field(gt=0, allow_inf_nan=False)] = (
-        1.0  #: a, of the server; capped where the self weight would be negative
-    )
+    lam: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Lambda, strength of the attraction."""
+    sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Squared distance at which the attraction has fallen to 1/e."""
+    step: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """a, step of the server; capped where the self weight would be negative."""
 
     @property
     def starts_as_received(self) -> bool:
@@ -67,7 +73,7 @@ class PromptFLAMP(PromptFL):
     def sums_suffice(self) -> bool:
         return False  # keeps a pool of contexts
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         context = self.new_context(world, generator)
         return Roles(shared={"context": context}, local={OWN: context.clone(), TRAINED: context.new_zeros(())})
 
@@ -114,7 +120,7 @@ def clouds(
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """u_i (n,) and a_i of some clients by their own flat contexts, from one pass over all contexts.
 
-    With s_ij = A'(||P_i - P_j||^2) and a_i known only at the end, what is summed up on the way are s_ij and s_ij P_j. Sums and
+    With s_ij = A'(||P_i - P_j||^2) and a_i known only at the end, the pass sums s_ij and s_ij P_j. Sums and
     products are in double precision around the middle of the clients, so that a common offset costs no digits.
     """
     keys, own = np.fromiter(mine, dtype=np.int64), torch.stack(list(mine.values())).double()

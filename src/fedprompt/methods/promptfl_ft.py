@@ -1,10 +1,11 @@
-"""PromptFL with fine-tuning: every client trains a throw-away copy of the averaged context on its own images before it is tested.
+"""PromptFL with fine-tuning: before a test, every client trains a temporary copy of the averaged context.
 
     federation   as PromptFL: P <- sum_k p_k P_k
     test         P_k = P after `finetune_epochs` of SGD on CE(scale * I T^T, y) over the images of client k
 
-Fine-tuning is no part of the federation: the copy is neither kept nor sent, so the shared context follows PromptFL to the bit. It starts
-at the full learning rates with fresh momentum. A held-out client does the same with `federation.newcomer_epochs`.
+Fine-tuning is no part of the federation: the copy is neither kept nor sent, so the shared context is that of PromptFL
+to the bit. It starts with the full learning rates and new momentum. A held-out client does the same with
+`federation.newcomer_epochs`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Annotated
 from pydantic import Field
 
 from fedprompt.config import TrainConfig
-from fedprompt.method import Stage, World
+from fedprompt.core.method import Stage, World
+from fedprompt.core.registry import register
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.registry import register
 
 
 @register("promptfl_ft")
@@ -25,9 +26,8 @@ from fedprompt.registry import register
 class PromptFLFineTuned(PromptFL):
     """An averaged text context, tuned by every client before a test."""
 
-    finetune_epochs: Annotated[int, Field(ge=0)] | None = (
-        None  #: on a copy before a test; null for as many as train.epochs
-    )
+    finetune_epochs: Annotated[int, Field(ge=0)] | None = None
+    """Epochs on a copy before a test; null for train.epochs."""
 
     def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         epochs = train.epochs if self.finetune_epochs is None else self.finetune_epochs

@@ -1,9 +1,10 @@
-"""PromptFL with FedPer's split (Arivazhagan et al., 2019) inside the context: its first words are averaged, the others are a client's own.
+"""PromptFL with FedPer's split (Arivazhagan et al., 2019) inside the context: only its first words are averaged.
 
     P_k = [G ; L_k],   G the first `shared_tokens` words,   G <- sum_k p_k G_k,   L_k never leaves client k
 
-Both parts are trained together. With `alternate` the split is FedRep's (Collins et al., 2021): first L_k with G as received, then G with
-the new L_k. The whole context is drawn at once and then cut, so `shared_tokens` = m is PromptFL and 0 is CoOp, to the bit.
+Both parts are trained together. With `alternate` the split is FedRep's (Collins et al., 2021): first L_k with G as
+received, then G with the new L_k. The whole context is drawn at once and then cut, so `shared_tokens` = m is PromptFL
+and 0 is CoOp, to the bit.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Prompts, Stage, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Prompts, Stage, World
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 SHARED, OWN = "shared.context", "own.context"
 
@@ -30,11 +33,12 @@ SHARED, OWN = "shared.context", "own.context"
 class PromptFLPer(PromptFL):
     """A text context whose first half is averaged."""
 
-    shared_tokens: Annotated[int, Field(ge=0)] | None = (
-        None  #: first words of the context that are averaged; null for half
-    )
-    alternate: bool = False  #: own words first, then the shared ones, instead of all together
-    own_epochs: Annotated[int, Field(ge=0)] | None = None  #: of the own words when alternating; null for train.epochs
+    shared_tokens: Annotated[int, Field(ge=0)] | None = None
+    """First words of the context that are averaged; null for half."""
+    alternate: bool = False
+    """Train the local words first, then the shared ones, instead of all together."""
+    own_epochs: Annotated[int, Field(ge=0)] | None = None
+    """Epochs of the local words when alternating; null for train.epochs."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
@@ -45,7 +49,7 @@ class PromptFLPer(PromptFL):
         if self.own_epochs is not None and not self.alternate:
             raise ConfigError(broken("method.own_epochs", "be null unless method.alternate is true", self.own_epochs))
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         context = self.new_context(world, generator)
         cut = self.context_length(world) // 2 if self.shared_tokens is None else self.shared_tokens
         return Roles(shared={SHARED: context[..., :cut, :].clone()}, local={OWN: context[..., cut:, :].clone()})

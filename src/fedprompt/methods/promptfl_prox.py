@@ -1,11 +1,11 @@
-"""PromptFL with FedProx (Li et al., 2020): local training stays close to the context that was received.
+"""PromptFL with FedProx (Li et al., 2020): local training stays close to the received context.
 
     local objective   CE(scale * I T^T, y) + mu/2 ||P - P_g||^2,   P_g the context as received
     its gradient      that of PromptFL + mu (P - P_g)
 
-The public code of this baseline computes the distance from detached tensors: the printed loss changes and the training does not. Here
-it has its gradient. mu = 0 is PromptFL. The same run can be had as `method: promptfl` with `variant: fedprox`; this is the baseline
-under its own name and with the mu of its papers.
+The public code of this baseline computes the distance from detached tensors: the printed loss changes and the training
+does not. Here it has a gradient. mu = 0 is PromptFL. `method: promptfl` with `variant: fedprox` is the same run; this
+is the baseline under its own name and with the mu of its papers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from fedprompt.method import Batch, Client, Seen, World
+from fedprompt.core.method import Batch, Client, Seen, World
+from fedprompt.core.registry import register
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.methods.variants.base import squared_distance
-from fedprompt.registry import register
-from fedprompt.roles import Tensors, pick, prefixed, stripped
+from fedprompt.methods.variants.wrapper import squared_distance
+from fedprompt.tensors import Tensors, pick, prefixed, stripped
 
-RECEIVED = "received."  #: the shared tensors as they came down
+RECEIVED = "received."  # the shared tensors as they came down
 
 
 @register("promptfl_prox")
 @dataclass(frozen=True)
 class PromptFLProx(PromptFL):
-    """An averaged text context that no client leaves far behind."""
+    """An averaged text context; local training stays near it."""
 
-    mu: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5  #: weight of the proximal term
+    mu: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
+    """Weight of the proximal term."""
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         anchors = prefixed(RECEIVED, pick(received, world.roles.shared))

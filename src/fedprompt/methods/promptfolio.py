@@ -1,9 +1,9 @@
-"""PromptFolio (NeurIPS 2024): the text features of a global and a local context are mixed like the assets of a portfolio.
+"""PromptFolio (NeurIPS 2024): the text features of a global and a local context are mixed in a fixed proportion.
 
     T_c = (1 - s) g([G, name c]) + s g([L, name c]),   logits = scale * I T^T,   objective CE over G and L together
 
-G is averaged over clients, L stays. s is a fixed number. Both features have unit length and the mixture is not normalised again, so logits
-are smaller where the two disagree. s = 0 is PromptFL, and s = 1 is CoOp on every client alone.
+G is averaged over clients, L stays. s is a fixed number. Both features have unit length and the mixture is not
+normalised again, so logits are smaller where the two disagree. s = 0 is PromptFL, and s = 1 is CoOp at every client.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedprompt.method import Batch, Mixture, Seen, World
-from fedprompt.methods.with_own import WithOwnContext
-from fedprompt.methods.with_text import similarity
-from fedprompt.registry import register
-from fedprompt.roles import Tensors
+from fedprompt.core.method import Batch, Mixture, Seen, World
+from fedprompt.core.registry import register
+from fedprompt.methods.bases.with_local import WithLocalContext
+from fedprompt.methods.bases.with_text import similarity
+from fedprompt.tensors import Tensors
 
 
 @register("promptfolio")
 @dataclass(frozen=True)
-class PromptFolio(WithOwnContext):
-    """A mixture of the classes as the federation and as the client puts them."""
+class PromptFolio(WithLocalContext):
+    """A mixture of the class features of a global and a local context."""
 
-    local_share: Annotated[float, Field(ge=0, le=1)] = 0.4  #: s, the local context's part of the mixture
+    local_share: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """s, weight of the local context in the mixture."""
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         mixed = torch.lerp(seen.text["context"], seen.text["local_context"], self.local_share)

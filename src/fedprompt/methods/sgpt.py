@@ -1,33 +1,35 @@
-"""SGPT (Deng et al., CVPR 2024, arXiv 2310.18285): prompts for everybody, and prompts for groups of images that each image picks.
+"""SGPT (Deng et al., CVPR 2024, arXiv 2310.18285): shared prompts, and prompts for groups of images.
 
-Shared tokens enter at the first blocks, one token of the image's group at each of the next blocks. Tokens are appended and stay, so the
-sequence grows. With the group on, the head reads the mean of CLS and the group tokens' outputs after the final norm; with it off, CLS.
+Shared tokens enter at the first blocks, one token of the image's group at each of the next blocks. Tokens are appended
+and stay, so the sequence grows. With the group on, the head reads the mean of CLS and the group tokens' outputs after
+the final norm; with it off, CLS.
 
-    query        q = relu(CLS of the un-prompted pass), after the last block or after the first `query_block` blocks
-    likeness     c_g = cos(q, key_g); keys are normalised on use, so their lengths are never seen
+    query        q = relu(CLS of the pass without prompts), after the last block or after the first `query_block` blocks
+    similarity   c_g = cos(q, key_g); keys are normalised on use, so their lengths do not matter
     test         g = argmax c_g
     training     g = argmin (1 - c_g) (freq_g + 5e-4),   freq = counts / their sum (0 while there are none)
     key loss     - mean c_g of the chosen groups, added to the cross-entropy in rounds 1..key_rounds
 
-Each round a client trains two blocks of coordinates one after the other, with a fresh optimiser:
+Each round a client trains two blocks of coordinates one after the other, with a new optimiser:
 
     1. shared prompts and head, groups off
     2. group prompts, keys and head, groups on
 
-The server averages shared prompts, group prompts (and the head, if shared) by sample count, and key g with weights n_kg / sum_k n_kg, or
-1/|S| if no more than `minimum_group` images of the cohort chose g. Then group prompts and keys move on with momentum m:
-new = m old + (1 - m) average. The choices n_kg are added to `counts`, which never decay and which go down as a copy.
+The server averages shared prompts, group prompts (and the head, if shared) by sample count, and key g with weights n_kg
+/ sum_k n_kg, or 1/|S| if no more than `minimum_group` images of the cohort chose g. Then group prompts and keys are
+updated with momentum m: new = m old + (1 - m) average. The choices n_kg are added to `counts`, which never decay and
+which go down as a copy.
 
-Our choices where the source leaves room:
+Our choices where the source states nothing:
 
-- n_kg counts each training image of client k once, with its trained keys, by the training rule without the batch's vote: so many images
-  taught group g. Counts do not depend on how batches are cut.
+- n_kg counts each training image of client k once, with its trained keys, by the training rule without the batch's
+  vote: the number of images that trained group g. Counts do not depend on how batches are cut.
 - freq is a share, not a raw count: the 5e-4 then weighs the same in every round.
 - The key loss lasts `key_rounds` communication rounds (the code's `epoch <= 5`).
-- The vote of a batch (`batch_vote`) and the balancing are for training only. Before an evaluation, heads are tuned with groups chosen as at
-  test, because that is what they will read.
-- A client does 2 E epochs. With `equal_compute` it does E in all: stage 1 gets the larger half of the epochs. A single epoch is cut by
-  images instead: each stage sees one half of them, the same half every round.
+- The vote of a batch (`batch_vote`) and the balancing are only for training. Before an evaluation, heads are tuned with
+  groups chosen as at test.
+- A client does 2 E epochs. With `equal_compute` it does E in all: stage 1 gets the larger half of the epochs. A single
+  epoch is cut by images instead: each stage sees one half of them, the same half every round.
 """
 
 from __future__ import annotations
@@ -41,25 +43,29 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Combine, Mixture, Prompts, Seen, Server, Stage, Upload, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Combine, Mixture, Prompts, Seen, Server, Stage, Upload, World
-from fedprompt.methods.with_head import WithHead
-from fedprompt.prompts import heads
-from fedprompt.prompts.insertion import VisionPrompt, vpt_init
-from fedprompt.prompts.keys import cosine, orthonormal_keys
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Statistic, Tensors
+from fedprompt.methods.bases.with_head import WithHead
+from fedprompt.modules import heads
+from fedprompt.modules.insertion import VisionPrompt, vpt_init
+from fedprompt.modules.prompt_keys import cosine, orthonormal_keys
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 Blocks = Annotated[tuple[int, ...], Field(min_length=1)]
-UNSEEN = 5e-4  #: added to every frequency, so that groups nobody chose yet still compete by likeness
+UNSEEN = 5e-4  # added to every frequency, so that groups without choices still compete by similarity
 
 
 @dataclass(frozen=True)
 class SharedPrompts(WithHead):
-    """The first stage by itself: shared tokens, appended, and a head on CLS."""
+    """The first stage: shared tokens, appended, and a head on CLS."""
 
-    shared_blocks: Blocks | None = None  #: blocks that append a shared token; null for the first third
-    first_tokens: Annotated[int, Field(ge=1)] = 1  #: shared tokens at the first of these blocks; the others append one
+    shared_blocks: Blocks | None = None
+    """Blocks that append a shared token; null for the first third."""
+    first_tokens: Annotated[int, Field(ge=1)] = 1
+    """Shared tokens at the first of these blocks; the others append one."""
 
     def blocks_of_shared(self, world: World) -> tuple[int, ...]:
         return self.shared_blocks or tuple(range(max(1, world.blocks // 3)))
@@ -78,17 +84,28 @@ class SharedPrompts(WithHead):
 class SGPT(SharedPrompts):
     """Shared prompts, and group prompts that every image picks by key, trained in turns."""
 
-    groups: Annotated[int, Field(ge=1)] = 20  #: G, sets of group prompts and keys
-    group_blocks: Blocks | None = None  #: blocks that append a group token; null for the quarter after the first third
-    query_block: Annotated[int, Field(ge=1)] | None = None  #: blocks the query has gone through; null for all
-    balanced: bool = True  #: in training, groups chosen less often so far are preferred
-    batch_vote: bool = False  #: in training, the group most chosen in a batch is used for the whole batch
-    key_weight: Annotated[float, Field(ge=0)] = 1.0  #: of the key loss
-    key_rounds: Annotated[int, Field(ge=0)] = 5  #: first rounds with a key loss
-    minimum_group: Annotated[int, Field(ge=0)] = 50  #: keys chosen by no more images are averaged uniformly
-    group_momentum: Annotated[float, Field(ge=0, le=1)] = 0.5  #: share of the old group prompts in the new ones
-    key_momentum: Annotated[float, Field(ge=0, le=1)] = 0.5  #: share of the old keys in the new ones
-    equal_compute: bool = False  #: both stages together, not each, get the local epochs
+    groups: Annotated[int, Field(ge=1)] = 20
+    """G, sets of group prompts and keys."""
+    group_blocks: Blocks | None = None
+    """Blocks that append a group token; null for the quarter after the first third."""
+    query_block: Annotated[int, Field(ge=1)] | None = None
+    """Blocks before the query is read; null for all."""
+    balanced: bool = True
+    """In training, prefer groups that were chosen less often so far."""
+    batch_vote: bool = False
+    """In training, use the most chosen group of a batch for the whole batch."""
+    key_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the key loss."""
+    key_rounds: Annotated[int, Field(ge=0)] = 5
+    """First rounds with a key loss."""
+    minimum_group: Annotated[int, Field(ge=0)] = 50
+    """Keys chosen by at most this number of images are averaged uniformly."""
+    group_momentum: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the old group prompts in the new ones."""
+    key_momentum: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the old keys in the new ones."""
+    equal_compute: bool = False
+    """Divide the local epochs between the stages instead of giving them to each."""
 
     @property
     def query(self) -> str:
@@ -125,7 +142,7 @@ class SGPT(SharedPrompts):
     def sums_suffice(self) -> bool:
         return False  # weighs clients by their choices
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         blocks = len(self.blocks_of_groups(world))
         group_prompts = vpt_init(self.groups * blocks, 1, world.width, world.patch, generator)
         shared = {
@@ -202,7 +219,7 @@ class SGPT(SharedPrompts):
         names = tuple(f"group {number}" for number in range(self.groups))
         return (Mixture("groups", names, likeness, "cosine of query and key", used),)
 
-    def statistics(self, world: World, params: Tensors, batch: Batch, look: Callable[[], Seen]) -> Tensors:
+    def statistics(self, world: World, params: Tensors, batch: Batch, forward: Callable[[], Seen]) -> Tensors:
         chosen = self.choose(params, self.likeness(params, batch))
         return {"choices": _members(chosen, self.groups, batch.weights).sum(0)}
 

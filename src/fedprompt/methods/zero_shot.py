@@ -1,4 +1,4 @@
-"""Zero-shot classification: class names behind plain words, nothing trained and nothing sent.
+"""Zero-shot classification: class names after fixed words, nothing trained and nothing sent.
 
     T_c = normalise(mean over templates of g("a photo of a" c)),   logits = scale * I T^T
 
@@ -16,21 +16,22 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Method, Seen, Stage, World
+from fedprompt.core.registry import register
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Method, Seen, Stage, World
-from fedprompt.methods.with_text import similarity
-from fedprompt.registry import register
-from fedprompt.roles import Roles, Tensors
+from fedprompt.methods.bases.with_text import similarity
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 
 @register("zero_shot")
 @dataclass(frozen=True)
 class ZeroShot(Method):
-    """The dual encoder as it is."""
+    """The unchanged dual encoder."""
 
-    templates: Annotated[tuple[str, ...], Field(min_length=1)] = (
-        "a photo of a",
-    )  #: words before the class name; several are averaged
+    templates: Annotated[tuple[str, ...], Field(min_length=1)] = ("a photo of a",)
+    """Words before the class name; several are averaged."""
 
     @property
     def uses_text(self) -> bool:
@@ -45,11 +46,11 @@ class ZeroShot(Method):
             if not len(world.text.words(words)):
                 raise ConfigError(broken("method.templates", "have at least one token each", words))
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         return Roles()
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
-        said = torch.stack([world.text.said(words) for words in self.templates])
+        said = torch.stack([world.text.encode_words(words) for words in self.templates])
         return {"class_features": F.normalize(said.mean(0), dim=-1)}
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:

@@ -1,1 +1,1 @@
-"""Experiments of papers: their configs with the numbers they published, and what running them gave."""
+"""Experiments of papers: their configs with the published numbers, and our results."""

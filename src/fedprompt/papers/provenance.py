@@ -1,4 +1,4 @@
-"""What a result rests on: machine, software, images and weights; without the paths of the machine it was made on."""
+"""The origin of a result: machine, software, images and weights; without paths of the machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedprompt.assets import file_sha256
 from fedprompt.errors import StorageError
-from fedprompt.papers.results import Backbone, Data
-from fedprompt.run import Run
+from fedprompt.io.files import file_sha256
+from fedprompt.papers.result_file import Backbone, Data
+from fedprompt.runs.run import Run
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores and memory of this machine; threads are those of torch, which runs tell."""
+    """Processor, cores and memory of this machine; threads are those of torch, from the run files."""
     return {
         "cpu": _processor(),
         "machine": platform.machine(),
@@ -35,7 +35,7 @@ def _processor() -> str:
 
 
 def data_of(run: Run, checksums: dict[str, str | None]) -> Data:
-    """The images of a run; `checksums` remembers files that were read already."""
+    """The images of a run; `checksums` caches files that were read already."""
     source = run.config.data.source
     manifest = run.reader.fact("manifest")
     head = manifest.get("source") if isinstance(manifest, Mapping) else None
@@ -62,14 +62,14 @@ def versions_of(run: Run) -> dict[str, str]:
 
 
 def without_path(value: Any) -> Any:
-    """A path of this machine cut down to its last name; hub ids, relative names and other values as they are."""
+    """A path of this machine reduced to its last name; hub ids, relative names and other values unchanged."""
     if isinstance(value, str) and value.startswith(("/", "~", "./", "../")):
         return Path(value).name
     return value
 
 
 def command(name: str, scale: str | None, seeds: Iterable[int], overrides: Iterable[str]) -> str:
-    """What to type for the same result, from where the data lies; where runs are written is left out."""
+    """The command for the same result, run from the folder of the data; output paths are left out."""
     words = ["fedprompt reproduce", without_path(name)]
     words += ["--scale", scale] if scale else []
     for override in overrides:

@@ -1,1 +1,1 @@
-"""Tables, pictures and one HTML page from runs that were written. Reads `Run` only, and never imports torch."""
+"""Tables, pictures and one HTML page from stored runs. Reads only `Run`, and never imports torch."""

@@ -1,13 +1,13 @@
-"""A client that was away for some rounds, beside the same client in runs in which it was not."""
+"""A client that was away for some rounds, compared with the same client in runs without the absence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedprompt.assets import write_atomically
-from fedprompt.report.families import Family, Labelled, families
-from fedprompt.run import Run
+from fedprompt.io.files import write_atomically
+from fedprompt.runs.families import Family, Labelled, families
+from fedprompt.runs.run import Run
 
 
 def with_and_without(runs: Sequence[Run], client: str) -> list[tuple[Labelled, Family]]:
@@ -20,7 +20,7 @@ def with_and_without(runs: Sequence[Run], client: str) -> list[tuple[Labelled, F
 
 
 def accuracies(groups: Sequence[Family], client: str) -> dict[int, list[float | None]]:
-    """By evaluated round: the client's accuracy in every family, mean over seeds; None where it was not tested."""
+    """By evaluated round: the client's accuracy in every family, mean over seeds; None if it was not tested."""
     columns = [_by_round(group, client) for group in groups]
     rounds = sorted({round for column in columns for round in column})
     return {round: [column.get(round) for column in columns] for round in rounds}
@@ -55,12 +55,12 @@ def save_comeback(runs: Sequence[Run], client: str, away: tuple[int, int], path:
     """Draw the client's accuracy by round, the absence shaded, as a PNG."""
     from matplotlib.ticker import MaxNLocator
 
+    from fedprompt.report.plot_style import INK, new_figure, plot_style, png
     from fedprompt.report.plots import add_legend, dress
-    from fedprompt.report.style import INK, look, new_figure, png
 
     named = with_and_without(runs, client)
     table = accuracies([group for _, group in named], client)
-    with look():
+    with plot_style():
         figure = new_figure()
         axes = figure.add_subplot()
         axes.axvspan(away[0] - 0.5, away[1] + 0.5, color=INK, alpha=0.08, linewidth=0)

@@ -1,4 +1,4 @@
-"""What run files tell besides accuracies: time by phase, updates that were refused, privacy that was spent."""
+"""Data of run files besides accuracies: time by phase, refused updates, privacy spent."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from fedprompt.federation.store import PRIVACY, REFUSED
-from fedprompt.report.families import Family
-from fedprompt.report.tables import NOTHING
-from fedprompt.run import Run
+from fedprompt.report.comparison_table import NOTHING
+from fedprompt.runs.families import Family
+from fedprompt.runs.run import Run
+from fedprompt.runs.store import PRIVACY, REFUSED
 
 
 def phase_seconds(family: Family) -> dict[str, float]:
@@ -22,12 +22,13 @@ def phase_seconds(family: Family) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An update that the guard kept out of a round."""
+    """An update that the guard refused."""
 
     round: int
     client: int | None
     rule: str
-    value: str  #: what was found
+    value: str
+    """The reason."""
 
 
 def refusals(run: Run) -> list[Refusal]:
@@ -48,17 +49,19 @@ def _plain(value: Any) -> str:
 def client_name(run: Run, client: int | None) -> str:
     if client is None:
         return NOTHING
-    return run.clients[client] if 0 <= client < len(run.clients) else f"nobody ({client})"
+    return run.clients[client] if 0 <= client < len(run.clients) else f"unknown client ({client})"
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run had spent of its privacy after every round."""
+    """The privacy that a run had spent after every round."""
 
-    epsilons: dict[int, float]  #: by round; infinite without noise
+    epsilons: dict[int, float]
+    """By round; infinite without noise."""
     noise: float | None
     delta: float | None
-    clip: float | None  #: of the last round
+    clip: float | None
+    """Of the last round."""
 
     @property
     def total(self) -> float:
@@ -66,7 +69,7 @@ class Spent:
 
 
 def privacy_spent(run: Run) -> Spent | None:
-    """None where nothing is private, or nothing was spent yet."""
+    """None without privacy, or before anything was spent."""
     rounds = [round for round, _, kind, _ in run.reader.events() if kind == PRIVACY]
     told = run.reader.details(PRIVACY)
     if not told:

@@ -1,6 +1,6 @@
-"""Pictures of runs: one function each, from runs to a matplotlib figure.
+"""Plots of runs: one function each, from runs to a matplotlib figure.
 
-Every picture draws families (the same rows as the table) in the same order and colours: a family's number decides on its
+Every plot draws families (the same rows as the table) in the same order and colours: a family's number gives its
 colour. The `draw_...` functions fill one pair of axes, so that the overview can put several side by side.
 """
 
@@ -17,18 +17,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, SymmetricalLogLocator
 
-from fedprompt.assets import write_atomically
 from fedprompt.errors import RunError
-from fedprompt.report.families import Family, Labelled, families
-from fedprompt.report.grid import Arrangement
-from fedprompt.report.readings import last_results
-from fedprompt.report.style import INK, colour, look, marker, new_figure, png
-from fedprompt.report.tables import format_bytes, row_of
-from fedprompt.run import Run
+from fedprompt.io.files import write_atomically
+from fedprompt.report.comparison_table import format_bytes, row_of
+from fedprompt.report.evaluated_rounds import last_results
+from fedprompt.report.method_grid import Arrangement
+from fedprompt.report.plot_style import INK, colour, marker, new_figure, plot_style, png
+from fedprompt.runs.families import Family, Labelled, families
+from fedprompt.runs.run import Run
 
-Groups = Mapping[int, Family]  #: families by number
+Groups = Mapping[int, Family]  # families by number
 Draw = Callable[[Axes, Groups], None]
-TASKS = 6  #: that have a place in the overview
+TASKS = 6  # that have a place in the overview
 
 
 def learning_curves(runs: Sequence[Run]) -> Figure:
@@ -42,12 +42,12 @@ def client_spread(runs: Sequence[Run]) -> Figure:
 
 
 def domain_bars(runs: Sequence[Run]) -> Figure:
-    """Accuracy on each domain's images, whoever holds them."""
+    """Accuracy on each domain's images, over all clients."""
     return picture(draw_domains, runs)
 
 
 def bytes_against_accuracy(runs: Sequence[Run]) -> Figure:
-    """What a run sent in both directions, against the Average it reached."""
+    """Average against all bytes sent in both directions."""
     return picture(draw_bytes, runs)
 
 
@@ -57,14 +57,14 @@ def calibration(runs: Sequence[Run]) -> Figure:
 
 
 def save_overview(arranged: Arrangement, path: Path) -> Path:
-    """One PNG for a README: learning curves, accuracies of the clients and, where there are several, of the domains.
+    """One PNG for a README: learning curves, accuracies of the clients and, if there are several, of the domains.
 
-    Every task has a line of its own, the first few of them at least.
+    Each of the first few tasks has its own row.
     """
     columns = arranged.columns[:TASKS]
     groups = {number: family for column in columns for number, family in column.families.items()}
     panels: list[Draw] = [draw_curves, draw_clients, *([draw_domains] if len(domain_names(groups)) > 1 else [])]
-    with look():
+    with plot_style():
         figure = new_figure(5.2 * len(panels), 4.8 * len(columns))
         places = [(column, draw) for column in columns for draw in panels]
         for number, (column, draw) in enumerate(places, start=1):
@@ -82,8 +82,8 @@ def picture(draw: Draw, runs: Sequence[Run]) -> Figure:
 
 
 def of_families(draw: Draw, groups: Groups, where: str = "") -> Figure:
-    """One picture with its legend; `where` tells it from the same picture of other tasks."""
-    with look():
+    """One picture with its legend; `where` distinguishes it from the same picture of other tasks."""
+    with plot_style():
         figure = new_figure()
         axes = figure.add_subplot()
         draw(axes, groups)
@@ -143,9 +143,7 @@ def draw_clients(axes: Axes, groups: Groups) -> None:
             continue
         count = max(map(len, accuracies))
         most = max(most, count)
-        share = np.linspace(
-            0, 1, count
-        )  # seeds may deal out different numbers of clients; equal numbers stay as they are
+        share = np.linspace(0, 1, count)  # seeds may give different numbers of clients; equal numbers stay unchanged
         ranked = [np.interp(share, np.linspace(0, 1, len(values)), values) for values in accuracies]
         mean = 100 * np.mean(ranked, axis=0)
         axes.plot(np.arange(1, count + 1), mean, markersize=5, linewidth=1, **dress(number, count))
@@ -239,11 +237,11 @@ def domain_names(groups: Groups) -> list[str]:
 
 
 def dress(number: int, points: int) -> dict[str, Any]:
-    """Colour and markers of a family's line; a long line gets a marker now and then, lest they hide it."""
+    """Colour and markers of a family's line; a long line gets few markers, so that they do not hide it."""
     return {"color": colour(number), "marker": marker(number), "markevery": max(1, points // 12)}
 
 
 def thin(set_ticks: Callable[..., object], names: Sequence[str], most: int) -> None:
-    """Ticks for at most so many names, evenly spread: readable with a thousand clients too."""
+    """Ticks for a limited number of names, evenly spread: readable with a thousand clients too."""
     step = max(1, -(-len(names) // most))
     set_ticks(range(0, len(names), step), names[::step])

@@ -1,4 +1,4 @@
-"""The end of the page: what all runs have in common, in what they differ, and everything needed to repeat each of them."""
+"""The end of the page: common settings, differences, and everything needed to repeat each run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import yaml
 
-from fedprompt.federation.store import PRIVACY, REFUSED, RoundRecord
-from fedprompt.report import page
+from fedprompt.report import html_elements
+from fedprompt.report.comparison_table import NOTHING, Cell, format_bytes
+from fedprompt.report.evaluated_rounds import last_results
 from fedprompt.report.events import client_name
-from fedprompt.report.families import families, flatten, rounds_done
-from fedprompt.report.families import written as written_value
-from fedprompt.report.readings import last_results
-from fedprompt.report.tables import NOTHING, Cell, format_bytes
-from fedprompt.run import Run
+from fedprompt.runs.families import families, flatten, rounds_done
+from fedprompt.runs.families import written as written_value
+from fedprompt.runs.run import Run
+from fedprompt.runs.store import PRIVACY, REFUSED, RoundRecord
 
-HIDDEN = {"output", "engine", "name", "seed"}  #: what does not make another experiment
-MOST_EVENTS = 200  #: that are listed for a run
+HIDDEN = {"output", "engine", "name", "seed"}  # settings that do not change the experiment
+MOST_EVENTS = 200  # that are listed for a run
 
 
 def settings_section(runs: Sequence[Run]) -> str:
@@ -28,21 +28,21 @@ def settings_section(runs: Sequence[Run]) -> str:
     flat, known = [flatten(each) for each in plain], set(flatten(common))
     varied = sorted({field for each in flat for field in each} - known)
     table = differing([group.title for group in groups], varied, flat) if varied else ""
-    return page.section(
+    return html_elements.section(
         "Settings and versions",
-        page.folded("Settings of all runs", page.preformatted(as_yaml(common))),
-        page.section("Settings that differ", table, level=3) if table else "",
-        page.section("Versions", versions(runs), level=3),
+        html_elements.folded("Settings of all runs", html_elements.preformatted(as_yaml(common))),
+        html_elements.section("Settings that differ", table, level=3) if table else "",
+        html_elements.section("Versions", versions(runs), level=3),
     )
 
 
 def differing(titles: Sequence[str], fields: Sequence[str], flat: Sequence[Mapping[str, Any]]) -> str:
-    """One line a method with what it was told, as overrides write it: methods have few settings in common."""
+    """One line per method with its settings, written as overrides: methods have few settings in common."""
     rows = [
         [Cell(title), Cell("  ".join(f"{field}={written_value(own[field])}" for field in fields if field in own))]
         for title, own in zip(titles, flat, strict=True)
     ]
-    return page.table("Settings that differ", ["Method", "Settings"], rows, kind="text")
+    return html_elements.table("Settings that differ", ["Method", "Settings"], rows, kind="text")
 
 
 def shared(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -72,8 +72,8 @@ def versions(runs: Sequence[Run]) -> str:
             run.name
         )
     if len(found) == 1:
-        return page.paragraph(next(iter(found)))
-    return page.table(
+        return html_elements.paragraph(next(iter(found)))
+    return html_elements.table(
         "Versions",
         ["Versions", "Runs"],
         [[Cell(text), Cell(", ".join(names))] for text, names in found.items()],
@@ -83,10 +83,10 @@ def versions(runs: Sequence[Run]) -> str:
 
 def runs_section(runs: Sequence[Run]) -> str:
     head = ["Run", "Method", "Seed", "Rounds", "Average", "Worst Local", "Seconds", "Config digest"]
-    return page.section(
+    return html_elements.section(
         "Runs",
-        page.table("Runs", head, [run_line(run) for run in runs]),
-        page.paragraph(
+        html_elements.table("Runs", head, [run_line(run) for run in runs]),
+        html_elements.paragraph(
             "The whole config of every run, its rounds and its events are in the file, not on paper.", "paper"
         ),
         *(run_details(run) for run in runs),
@@ -110,7 +110,7 @@ def run_line(run: Run) -> list[Cell]:
 def run_details(run: Run) -> str:
     """Everything needed to repeat one run, and what it did round by round."""
     config = run.config
-    # where a run was written changes no result, and is nobody else's business
+    # the path of a run changes no result, and is not published
     settings = config.model_dump(mode="json", exclude={"output"})
     told = run.reader.fact("versions") or {}
     progress = f"{rounds_done(run)}/{config.federation.rounds} rounds"
@@ -125,16 +125,16 @@ def run_details(run: Run) -> str:
     ]
     happened = events_table(run)
     parts = [
-        page.definitions(facts),
-        page.folded("Config", page.preformatted(as_yaml(settings))),
-        page.folded("Rounds", rounds_table(run)),
-        *([page.folded("Events", happened)] if happened else []),
+        html_elements.definitions(facts),
+        html_elements.folded("Config", html_elements.preformatted(as_yaml(settings))),
+        html_elements.folded("Rounds", rounds_table(run)),
+        *([html_elements.folded("Events", happened)] if happened else []),
     ]
-    return page.folded(run.name, "\n".join(parts), "run screen")
+    return html_elements.folded(run.name, "\n".join(parts), "run screen")
 
 
 def clients_of(run: Run) -> str:
-    """How many there are, and how many of them the accuracies are about."""
+    """The number of clients, and of those evaluated."""
     last = last_results(run)
     everyone, tested = len(run.clients), len(last.clients) if last else 0
     settings = run.config.federation
@@ -149,7 +149,7 @@ def rounds_table(run: Run) -> str:
     records = run.rounds()
     phases = list(dict.fromkeys(phase for record in records for phase in record.seconds))
     head = ["Round", "Clients", "Loss", "Average", "Worst Local", "Up", "Down", *(f"{phase} (s)" for phase in phases)]
-    return page.table(f"Rounds of {run.name}", head, [round_line(record, phases) for record in records])
+    return html_elements.table(f"Rounds of {run.name}", head, [round_line(record, phases) for record in records])
 
 
 def round_line(record: RoundRecord, phases: Sequence[str]) -> list[Cell]:
@@ -167,21 +167,21 @@ def round_line(record: RoundRecord, phases: Sequence[str]) -> list[Cell]:
 
 
 def events_table(run: Run) -> str:
-    """What else happened; refused updates and privacy have sections of their own."""
+    """Other events; refused updates and privacy have their own sections."""
     found = [event for event in run.reader.events() if event[2] not in (REFUSED, PRIVACY)]
     rows = [
         [Cell(text) for text in (str(round), client_name(run, client), kind, detail)]
         for round, client, kind, detail in found[:MOST_EVENTS]
     ]
     left = len(found) - len(rows)
-    rest = page.paragraph(f"{left} more are in the run file.") if left else ""
+    rest = html_elements.paragraph(f"{left} more are in the run file.") if left else ""
     return (
-        page.table(f"Events of {run.name}", ["Round", "Client", "Kind", "Detail"], rows, kind="text") + rest
+        html_elements.table(f"Events of {run.name}", ["Round", "Client", "Kind", "Detail"], rows, kind="text") + rest
         if rows
         else ""
     )
 
 
 def written(value: float | None, form: str) -> str:
-    """What was not measured in a round is a dash, not a zero."""
+    """A value that was not measured in a round is a dash, not a zero."""
     return NOTHING if value is None else form.format(value)

@@ -12,53 +12,53 @@ from pathlib import Path
 
 import torch
 
+from fedprompt.core import wire
+from fedprompt.core.messages import LocalUpdate
 from fedprompt.deploy.folders import SiteFolder
-from fedprompt.deploy.node import Connection
+from fedprompt.deploy.run_node import Connection
 from fedprompt.engines.flower.supernode import attend
-from fedprompt.engines.node import Site
-from fedprompt.engines.orders import Answer, Order
-from fedprompt.federation import wire
-from fedprompt.federation.messages import Reply
+from fedprompt.engines.remote.node import Site
+from fedprompt.engines.remote.protocol import Answer, Order
 
 MIB = 2**20
 
 
-def not_a_number(reply: Reply) -> Reply:
+def not_a_number(reply: LocalUpdate) -> LocalUpdate:
     first = next(iter(reply.upload))
     return replace(reply, upload={**reply.upload, first: torch.full_like(reply.upload[first], torch.nan)})
 
 
-def another_shape(reply: Reply) -> Reply:
+def another_shape(reply: LocalUpdate) -> LocalUpdate:
     first = next(iter(reply.upload))
     return replace(reply, upload={**reply.upload, first: reply.upload[first][..., :-1]})
 
 
-def forged_weight(reply: Reply) -> Reply:
+def forged_weight(reply: LocalUpdate) -> LocalUpdate:
     return replace(reply, samples=10**12)
 
 
-def one_tensor_more(reply: Reply) -> Reply:
+def one_tensor_more(reply: LocalUpdate) -> LocalUpdate:
     return replace(reply, upload={**reply.upload, "head.weight": torch.ones(5, 32)})
 
 
-def oversize(reply: Reply) -> Reply:
+def oversize(reply: LocalUpdate) -> LocalUpdate:
     first = next(iter(reply.upload))
     return replace(reply, upload={**reply.upload, first: torch.ones(8 * MIB)})
 
 
-def garbage(reply: Reply) -> None:
+def garbage(reply: LocalUpdate) -> None:
     return None
 
 
-FIRST = 2  #: the round of the first lie
-LIES: tuple[tuple[Callable[[Reply], Reply | None], str], ...] = (
+FIRST = 2  # the round of the first lie
+LIES: tuple[tuple[Callable[[LocalUpdate], LocalUpdate | None], str], ...] = (
     (not_a_number, "finite"),
     (another_shape, "shapes"),
     (forged_weight, "samples"),
     (one_tensor_more, "keys"),
     (oversize, "bytes"),
     (garbage, "message"),
-)  #: what is sent in one round after another, and the rule by which it is refused
+)  # what is sent in one round after another, and the rule by which it is refused
 
 
 def tampered(order: Order, blob: bytes) -> bytes:

@@ -10,10 +10,10 @@ import pytest
 from real_processes import Federation, split, tiny
 from support import local_tensors, pool_tensors, server_tensors, shared_tensors, worst_difference
 
+from fedprompt.core import wire
 from fedprompt.experiment import Experiment
-from fedprompt.federation import wire
-from fedprompt.roles import Tensors
-from fedprompt.run import Run
+from fedprompt.runs.run import Run
+from fedprompt.tensors import Tensors
 
 METHODS = {
     "pfedbayespt": "tiny",  # a posterior of each client's own, and draws

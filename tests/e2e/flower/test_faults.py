@@ -17,11 +17,11 @@ from support import local_tensors, server_tensors, shared_tensors, worst_differe
 
 from fedprompt.errors import RunError
 from fedprompt.experiment import Experiment
-from fedprompt.run import Run
+from fedprompt.runs.run import Run
 
 SITES = ("client_0", "client_1", "client_2")
 VICTIM = "client_1"
-DEADLINE = 30.0  #: where somebody will miss it; on a busy machine others must not
+DEADLINE = 30.0  # where somebody will miss it; on a busy machine others must not
 CLOSE = 1e-5
 pytestmark = pytest.mark.timeout(900)
 

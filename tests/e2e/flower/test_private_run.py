@@ -51,7 +51,7 @@ def test_a_site_with_a_key_of_its_own_takes_part_in_a_private_run(tmp_path: Path
     assert run.refused() == {}
     assert run.epsilon() is not None
     for folder in (federation.folder_of(FOUNDERS[0]), own):
-        answers = sorted((folder / "state" / "states").glob("*/*/sent/*.answer"))
+        answers = sorted((folder / "state" / "states").glob("*/sent/*/*.answer"))
         assert len(answers) == ROUNDS, "a node notes what it has answered to which round"
         assert {path.stat().st_mode & 0o077 for path in (folder / "state").rglob("*")} == {0}, "nobody else can read it"
     misspelt = ("federate", "run", "private.yaml", "--server", "fed/server", "engine.sites=[client_0, client_9]")

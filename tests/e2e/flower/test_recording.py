@@ -56,14 +56,14 @@ def _states_on_the_way(federation: Federation, run: Any) -> dict[Path, bytes]:
     """Every state that a site kept while the run was on; some are gone a round later."""
     seen: dict[Path, bytes] = {}
 
-    def look() -> bool:
+    def forward() -> bool:
         for site in SITES:
             for file in federation.folder_of(site).glob("state/states/*/*/*.safetensors"):
                 if file not in seen and file.exists():
                     seen[file] = file.read_bytes()
         return not run.running
 
-    until(look, "the run ends", 300)
+    until(forward, "the run ends", 300)
     return seen
 
 

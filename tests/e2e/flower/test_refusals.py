@@ -18,8 +18,8 @@ from fedprompt.errors import ConfigError, DataError, RunError
 
 SITES = ("client_0", "client_1", "client_2", "client_3")
 HONEST = SITES[:2]
-STRANGE, IMPOSTOR = SITES[2:]  #: one with class names of its own, one that says it were somebody else
-ELSEWHERE = "192.0.2.1:9999"  #: an address that is nobody's
+STRANGE, IMPOSTOR = SITES[2:]  # one with class names of its own, one that says it were somebody else
+ELSEWHERE = "192.0.2.1:9999"  # an address that is nobody's
 pytestmark = pytest.mark.timeout(900)
 
 

@@ -23,7 +23,7 @@ from real_processes import Federation, Process, split, tiny, until
 from recording import body, encoded_images, pixels, raw, windows
 from support import shared_tensors
 
-from fedprompt.run import Run
+from fedprompt.runs.run import Run
 
 SITES = ("client_0", "client_1")
 ROUNDS = 3
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(900)
 class Relay:
     """Hands bytes on between whoever connects to it and the port of a server; a copy of them by connection."""
 
-    target: int | None  #: nobody where there is none: who connects is sent away
+    target: int | None  # nobody where there is none: who connects is sent away
     up: list[bytearray] = field(default_factory=list)
     down: list[bytearray] = field(default_factory=list)
 
@@ -86,8 +86,8 @@ class Recorded:
     nodes: list[Process]
     up: bytes
     down: bytes
-    states: dict[Path, bytes]  #: all that a site ever kept of its own tensors
-    asked: list[bytes]  #: what the proxy was asked for
+    states: dict[Path, bytes]  # all that a site ever kept of its own tensors
+    asked: list[bytes]  # what the proxy was asked for
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def _states_on_the_way(federation: Federation, run: Process) -> dict[Path, bytes
     """Every state that a site kept while the run was on; some are gone a round later."""
     seen: dict[Path, bytes] = {}
 
-    def look() -> bool:
+    def forward() -> bool:
         for site in SITES:
             for file in federation.folder_of(site).glob("state/states/*/*/*.safetensors"):
                 if file not in seen:
@@ -132,7 +132,7 @@ def _states_on_the_way(federation: Federation, run: Process) -> dict[Path, bytes
                         seen[file] = file.read_bytes()
         return not run.running
 
-    until(look, "the run ends", 300)
+    until(forward, "the run ends", 300)
     return seen
 
 

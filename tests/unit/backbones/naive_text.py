@@ -1,4 +1,4 @@
-"""Text encoders written the slow and obvious way, as an independent check of `fedprompt.backbones.text`.
+"""Text encoders written the slow and obvious way, as an independent check of `fedprompt.backbones.text_tower`.
 
 One sentence at a time, all positions of the tower, everything computed for every row. Class names are tokenised together
 with their full stop, by a tokenizer that is handed in.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fedprompt.backbones.text import TextTower
+from fedprompt.backbones.text_tower import TextTower
 
 Tokenise = Callable[[str], Sequence[int]]
 

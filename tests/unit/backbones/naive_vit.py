@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.backbones.vit import ViT
-from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.modules.insertion import VisionPrompt
 
 
 def naive_block(vit: ViT, index: int, x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from unit.backbones.naive_vit import naive_block
 
 from fedprompt.backbones import block, layers
+from fedprompt.backbones.random_weights import random_tensors, random_vit
 from fedprompt.backbones.shape import ViTShape, block_tensors, tensor_shapes
-from fedprompt.backbones.tiny import random_tensors, random_vit
 
 pytestmark = pytest.mark.unit
 
@@ -73,7 +73,7 @@ def test_both_ways_to_look_agree_in_values_and_gradients(live: int, shared: bool
     leaves = [x, passive, own["attention.in.weight"], own["attention.in.bias"], own["norm1.weight"]]
     for leaf in leaves:
         leaf.requires_grad_()
-    few, many = (look(own, SHAPE, x, [passive]) for look in (block._few_look, block._many_look))
+    few, many = (forward(own, SHAPE, x, [passive]) for forward in (block._few_look, block._many_look))
     torch.testing.assert_close(few, many, rtol=0, atol=1e-12)
     weighing = torch.linspace(-1, 1, few.numel(), dtype=few.dtype).view_as(few)
     for ours, theirs in zip(*(torch.autograd.grad((way * weighing).sum(), leaves) for way in (few, many)), strict=True):
@@ -100,7 +100,9 @@ def flops(make: object) -> int:
 def test_a_block_takes_the_way_with_fewer_products(live: int, passive: int) -> None:
     x, others = rows((2, live), (2, passive))
     own, pieces = weights(), [others] if passive else []
-    ways = [flops(lambda look=look: look(own, SHAPE, x, pieces)) for look in (block._few_look, block._many_look)]
+    ways = [
+        flops(lambda forward=forward: forward(own, SHAPE, x, pieces)) for forward in (block._few_look, block._many_look)
+    ]
     behind = 2 * x.shape[0] * live * (SHAPE.width**2 + 2 * SHAPE.width * SHAPE.mlp_width)
     assert flops(lambda: block.run_block(own, SHAPE, [x], pieces)) - behind == min(ways)
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 from conftest import ROOT, SHARED
 
-from fedprompt.assets import ASSETS, cache_directory
-from fedprompt.backbones.dual import DualEncoder
+from fedprompt.assets import ASSETS
+from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.load import load_backbone
 from fedprompt.backbones.projection import projection
-from fedprompt.backbones.weights import read_file
+from fedprompt.backbones.weight_files import read_file
 from fedprompt.config import BackboneConfig, DataConfig
-from fedprompt.data.sources import open_source
-from fedprompt.data.transforms import ImageStore, normalise
+from fedprompt.data.cache.pixel_store import ImageStore, normalise
+from fedprompt.data.sources.open import open_source
+from fedprompt.io.files import cache_directory
 
 BRIDGES = ROOT / "src/fedprompt/backbones/bridges"
 REPORT = json.loads((ROOT / "benchmarks/bridge/report.json").read_text())
@@ -54,7 +55,7 @@ def dual(request: pytest.FixtureRequest) -> DualEncoder:
 def test_a_bridged_pair_runs_at_the_size_of_its_bridge(dual: DualEncoder) -> None:
     assert dual.shape.image_size == REPORT[dual.name]["image size"]
     language = dual.language(["dog", "fire truck"])
-    said = language.said("a photo of a")
+    said = language.encode_words("a photo of a")
     assert said.shape == (2, dual.features)
     torch.testing.assert_close(said.norm(dim=-1), torch.ones(2))
 
@@ -73,7 +74,7 @@ def test_zero_shot_on_real_photographs_is_far_above_chance(dual: DualEncoder, tm
     with torch.no_grad():
         tokens = dual.embed(normalise(pixels, dual.mean, dual.std, dual.dtype, dual.device))
         image = dual.run(tokens, reads=("image",))["image"]
-        named = (image @ dual.language(source.class_names).said("a photo of a").T).argmax(-1).numpy()
+        named = (image @ dual.language(source.class_names).encode_words("a photo of a").T).argmax(-1).numpy()
     right = float((named == source.labels[chosen]).mean())
     assert len(chosen) >= 60
     assert right > 0.35  # chance is 0.10; the reports say 0.54 and 0.64 on more images

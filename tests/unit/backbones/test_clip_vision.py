@@ -18,15 +18,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedprompt.assets import cache_directory, prepare
+from fedprompt.assets import prepare
 from fedprompt.backbones import load_backbone
 from fedprompt.backbones.assemble import assemble
-from fedprompt.backbones.folder import folder_shape
-from fedprompt.backbones.names import canonical
+from fedprompt.backbones.key_mapping import canonical
+from fedprompt.backbones.model_folder import folder_shape
 from fedprompt.backbones.vit import READS, ViT
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, StorageError
-from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.io.files import cache_directory
+from fedprompt.modules.insertion import VisionPrompt
 
 pytestmark = pytest.mark.unit
 

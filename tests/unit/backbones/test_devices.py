@@ -16,13 +16,13 @@ from support import run, shared_tensors, worst_difference
 from torch import Tensor
 
 from fedprompt.backbones import load_backbone
-from fedprompt.backbones.dual import DualEncoder
+from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.projection import Projection
-from fedprompt.backbones.text import BidirectionalTower, TextTower
+from fedprompt.backbones.text_tower import BidirectionalTower, TextTower
 from fedprompt.backbones.vit import READS
 from fedprompt.config import BackboneConfig
-from fedprompt.prompts.contexts import Position
-from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.modules.contexts import Position
+from fedprompt.modules.insertion import VisionPrompt
 
 pytestmark = pytest.mark.unit
 

@@ -12,13 +12,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support import throwaway_cache
 
-from fedprompt.assets import cache_directory, prepare
+from fedprompt.assets import prepare
 from fedprompt.backbones import load_backbone
-from fedprompt.backbones.positions import interpolate
+from fedprompt.backbones.position_embedding import interpolate
+from fedprompt.backbones.random_weights import random_weights
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.backbones.tiny import random_weights
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, StorageError
+from fedprompt.io.files import cache_directory
 
 pytestmark = pytest.mark.unit
 

@@ -17,13 +17,13 @@ from support import run
 from torch import Tensor
 
 from fedprompt.backbones import load_backbone
-from fedprompt.backbones.dual import DualEncoder
+from fedprompt.backbones.dual_encoder import DualEncoder
+from fedprompt.backbones.random_weights import random_vit
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.backbones.tiny import random_vit
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError
-from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.modules.insertion import VisionPrompt
 
 pytestmark = pytest.mark.unit
 

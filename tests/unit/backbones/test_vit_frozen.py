@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fedprompt.backbones import catalog, load_backbone
-from fedprompt.backbones.tiny import TINY_SHAPE, random_vit
+from fedprompt.backbones.random_weights import TINY_SHAPE, random_vit
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, ContractError
-from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.modules.insertion import VisionPrompt
 
 pytestmark = pytest.mark.unit
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from unit.backbones.naive_vit import naive_block, naive_run
 
 from fedprompt.backbones import load_backbone
+from fedprompt.backbones.random_weights import random_vit
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.backbones.tiny import random_vit
 from fedprompt.backbones.vit import READS, ViT
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, ContractError
-from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.modules.insertion import VisionPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -115,11 +115,11 @@ def test_a_pause_shows_the_cls_row_that_enters_the_block(block: int) -> None:
     prompt = VisionPrompt(random(1, 2, WIDTH), (0,))
     shown = []
 
-    def look(cls: Tensor) -> list[VisionPrompt]:
+    def forward(cls: Tensor) -> list[VisionPrompt]:
         shown.append(cls)
         return []
 
-    seen = VIT.run(TOKENS, [prompt], pause=(block, look))
+    seen = VIT.run(TOKENS, [prompt], pause=(block, forward))
     rows = torch.cat([TOKENS[:, :1], prompt.tokens.expand(BATCH, -1, -1), TOKENS[:, 1:]], dim=1)
     for number in range(block):
         rows = naive_block(VIT, number, rows)

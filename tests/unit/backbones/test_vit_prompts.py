@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from unit.backbones.naive_vit import naive_run
 
+from fedprompt.backbones.random_weights import random_vit
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.backbones.tiny import random_vit
 from fedprompt.backbones.vit import READS, ViT
 from fedprompt.errors import ContractError
-from fedprompt.prompts.insertion import VisionPrompt
+from fedprompt.modules.insertion import VisionPrompt
 
 pytestmark = pytest.mark.unit
 

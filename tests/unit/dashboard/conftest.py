@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fedprompt.dashboard import catalogue, follower
-from fedprompt.dashboard.catalogue import Catalogue
+from fedprompt.dashboard import follower, run_list
+from fedprompt.dashboard.run_list import Catalogue
 from fedprompt.dashboard.server import Dashboard
 from fedprompt.dashboard.views import Views
 
@@ -22,9 +22,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests ask more often than a page does."""
     monkeypatch.setattr(follower, "PAUSE", 0.0)
     monkeypatch.setattr(follower, "SHARE", 0.0)
-    monkeypatch.setattr(catalogue, "SCAN", 0.0)
-    monkeypatch.setattr(catalogue, "LOOK", 0.0)
-    monkeypatch.setattr(catalogue, "REST", 0.0)
+    monkeypatch.setattr(run_list, "SCAN", 0.0)
+    monkeypatch.setattr(run_list, "LOOK", 0.0)
+    monkeypatch.setattr(run_list, "REST", 0.0)
 
 
 @pytest.fixture

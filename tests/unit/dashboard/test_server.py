@@ -61,6 +61,16 @@ def test_runs_are_told_as_json(tmp_path: Path, ask: Ask) -> None:
         assert ask(f"/api/{question}?id={entry['id']}")[0] == 200
 
 
+def test_no_text_of_an_answer_holds_what_cannot_be_seen(tmp_path: Path, ask: Ask) -> None:
+    write(tmp_path / "a\x1b[2J\u202eb", [[5]])
+    (entry,) = json.loads(ask("/api/runs")[2])["changed"]
+    for question in ("runs", f"run?id={entry['id']}", f"settings?id={entry['id']}", f"compare?ids={entry['id']}"):
+        status, _, body = ask(f"/api/{question}")
+        assert status == 200
+        assert b"\\u001b" not in body
+        assert b"\\u202e" not in body
+
+
 def test_head_tells_the_length_and_nothing_else(ask: Ask) -> None:
     status, headers, body = ask("/", "HEAD")
     assert (status, body) == (200, b"")
@@ -189,8 +199,6 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_dashboard_needs_neither_torch_nor_matplotlib() -> None:
-    code = (
-        "import sys, fedprompt.dashboard.launching; print(sorted({'torch', 'matplotlib', 'rich'} & set(sys.modules)))"
-    )
+    code = "import sys, fedprompt.dashboard.serve; print(sorted({'torch', 'matplotlib', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from dashboard_support import begin, commit, listed, write
+from forgery import forged
 
-from fedprompt.dashboard.catalogue import Catalogue
+from fedprompt.dashboard.run_list import Catalogue
 from fedprompt.dashboard.views import HEAT_CLIENTS, HEAT_ROUNDS, MOST_COMPARED, Missing, Unusable, Views
-from fedprompt.federation.store import FILE, Event
-from fedprompt.report import tables
-from fedprompt.run import Run
+from fedprompt.report import comparison_table
+from fedprompt.runs.run import Run
+from fedprompt.runs.store import FILE, Event
 
 pytestmark = pytest.mark.unit
 
@@ -110,9 +111,8 @@ def test_a_broken_run_says_why_and_leaves_the_others_alone(breakage: str, tmp_pa
 
 def test_a_config_of_another_version_is_a_reason(tmp_path: Path, views: Views) -> None:
     path = write(tmp_path / "run", [[5]])
-    with sqlite3.connect(path / FILE) as connection:
+    with forged(path) as connection:
         connection.execute("""UPDATE facts SET value = '{"colour": 3}' WHERE key = 'config'""")
-    connection.close()
     assert "colour" in listed(views)["run"]["reason"]
 
 
@@ -161,9 +161,8 @@ def test_points_after_a_round_join_those_before(tmp_path: Path, views: Views) ->
 
 def test_a_long_run_is_sent_in_few_points(tmp_path: Path, views: Views) -> None:
     store = begin(tmp_path / "run", rounds=3000)
-    with store._transaction() as cursor:
-        rows = [(round, "[0]", 0.5, 1, 1, None, '{"train": 1.0}') for round in range(1, 2001)]
-        cursor.executemany("INSERT INTO rounds VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+    for round in range(1, 2001):
+        commit(store, round)
     id = id_of(views)
     answer = views.run({"id": id})
     points = answer["curves"]["loss"]["points"]
@@ -206,18 +205,18 @@ def test_of_many_clients_and_rounds_a_few_are_shown(tmp_path: Path, views: Views
 def test_a_result_with_a_nan_in_it_is_no_damage(tmp_path: Path, views: Views) -> None:
     store = begin(tmp_path / "run")
     commit(store, 1, [5, 7])
-    with store._transaction() as cursor:
-        cursor.execute("""UPDATE evaluations SET result = replace(result, '"nll": 1', '"nll": NaN') WHERE client = 0""")
     store.close()
+    with forged(tmp_path / "run") as file:
+        file.execute("""UPDATE evaluations SET result = replace(result, '"nll": 1', '"nll": NaN') WHERE client = 0""")
     assert views.clients({"id": id_of(views)})["quantiles"] == [0.5, 0.7]
 
 
 def test_an_impossible_result_is_damage(tmp_path: Path, views: Views) -> None:
     store = begin(tmp_path / "run")
     commit(store, 1, [5])
-    with store._transaction() as cursor:
-        cursor.execute("""UPDATE evaluations SET result = '{"samples": 3, "correct": 5}'""")
     store.close()
+    with forged(tmp_path / "run") as file:
+        file.execute("""UPDATE evaluations SET result = '{"samples": 3, "correct": 5}'""")
     with pytest.raises(Exception, match="client 0 in round 1 must be counts"):
         views.clients({"id": id_of(views)})
 
@@ -236,11 +235,13 @@ def test_a_comparison_is_the_table_that_the_command_prints(tmp_path: Path, views
     write(tmp_path / "c", [[9, 9]], method={"name": "head_tune"})
     ids = {name: entry["id"] for name, entry in listed(views).items()}
     answer = views.compare({"ids": ",".join(ids.values())})
-    rows = tables.comparison([Run(tmp_path / name) for name in ids])
-    shown = tables.columns(rows)
-    assert answer["header"] == tables.header(shown)
-    assert answer["cells"] == [[[cell.text, cell.bold] for cell in line] for line in tables.cells(rows, shown)]
-    assert answer["notes"] == tables.notes(rows)
+    rows = comparison_table.comparison([Run(tmp_path / name) for name in ids])
+    shown = comparison_table.columns(rows)
+    assert answer["header"] == comparison_table.header(shown)
+    assert answer["cells"] == [
+        [[cell.text, cell.bold] for cell in line] for line in comparison_table.cells(rows, shown)
+    ]
+    assert answer["notes"] == comparison_table.notes(rows)
     both = answer["curves"][0]
     assert both["seeds"] == [0, 1]
     assert both["points"] == [[1, pytest.approx(0.65), 0.5, 0.8, pytest.approx(0.6), 270.0]]  # 150 in round 0, 120 in 1

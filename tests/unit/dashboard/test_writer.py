@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from dashboard_support import begin
 
-from fedprompt.evaluation.metrics import ClientResult, summarise
-from fedprompt.federation.store import FILE, RoundRecord
+from fedprompt.metrics.accuracy import ClientResult, summarise
+from fedprompt.runs.store import FILE, RoundRecord
 
 pytestmark = pytest.mark.unit
 

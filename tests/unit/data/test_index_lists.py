@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedprompt.data import index_lists
-from fedprompt.data.client_names import NumberedNames, as_fact, compact, from_fact
-from fedprompt.data.index_lists import IndexLists
+from fedprompt.data.partition import index_lists
+from fedprompt.data.partition.client_names import NumberedNames, as_fact, compact, from_fact
+from fedprompt.data.partition.index_lists import IndexLists
 from fedprompt.errors import DataError
 
 pytestmark = pytest.mark.unit

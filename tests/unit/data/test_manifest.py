@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedprompt.config import DataConfig, PartitionConfig
-from fedprompt.data.client_names import NumberedNames
-from fedprompt.data.manifest import ClientData, Clients, Manifest, stored_checksum
-from fedprompt.data.partition import make_manifest
-from fedprompt.data.pictures import draw_matrix
-from fedprompt.data.tiny import TinySource
+from fedprompt.data.partition.client_names import NumberedNames
+from fedprompt.data.partition.divide import make_manifest
+from fedprompt.data.partition.manifest import ClientData, Clients, Manifest, stored_checksum
+from fedprompt.data.partition.partition_plot import draw_matrix
+from fedprompt.data.sources.synthetic import TinySource
 from fedprompt.errors import DataError, RunError
 
 pytestmark = pytest.mark.unit

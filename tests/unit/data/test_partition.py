@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedprompt.config import DataConfig, PartitionConfig
-from fedprompt.data.partition import make_manifest
-from fedprompt.data.schemes import (
+from fedprompt.data.partition.divide import make_manifest
+from fedprompt.data.partition.schemes import (
     Division,
     Supply,
     apportion,
@@ -28,9 +28,9 @@ from fedprompt.data.schemes import (
     dirichlet_shares,
     evenly,
 )
-from fedprompt.data.sources import open_source
-from fedprompt.data.streams import stream
-from fedprompt.data.tiny import TinySource
+from fedprompt.data.seeded_streams import stream
+from fedprompt.data.sources.open import open_source
+from fedprompt.data.sources.synthetic import TinySource
 from fedprompt.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.unit
@@ -230,7 +230,7 @@ def test_classes_and_partitions_do_not_depend_on_the_order_of_hashes(scheme, tmp
                 Image.new("RGB", (4, 4), (number, len(name), len(domain))).save(folder / f"{number}.png")
     code = (
         "from pathlib import Path; from fedprompt.config import DataConfig, PartitionConfig\n"
-        "from fedprompt.data.partition import make_manifest; from fedprompt.data.sources import open_source\n"
+        "from fedprompt.data.partition.divide import make_manifest; from fedprompt.data.sources.open import open_source\n"
         f"data = DataConfig(source={str(tmp_path / 'set')!r}, test_fraction=0.5)\n"
         f"partition = PartitionConfig(scheme={scheme!r}, clients=2, shots=2, alpha=5.0, max_tries=1000)\n"
         f"source = open_source(data, Path({str(tmp_path / 'cache')!r}))\n"

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedprompt.data import row_file
-from fedprompt.data.row_file import BLOCK, RowFile, most_space, remove_unused, space
+from fedprompt.data.cache import row_file
+from fedprompt.data.cache.row_file import BLOCK, RowFile, most_space, remove_unused, space
+from fedprompt.io.cache_key import CODE
 
 pytestmark = pytest.mark.unit
 
@@ -97,16 +98,16 @@ def test_a_changed_byte_is_noticed_and_the_row_can_be_written_again(path: Path, 
 
 def test_a_row_without_its_checksum_is_missing(path: Path) -> None:
     filled(path, [4, 5])
-    with path.with_suffix(".crc").open("r+b") as file:  # as after a kill between the two writes
-        file.seek(4 * 4)
-        file.write(bytes(4))
+    with path.with_suffix(".mac").open("r+b") as file:  # as after a kill between the two writes
+        file.seek(4 * CODE)
+        file.write(bytes(CODE))
     assert opened(path).holds(np.array([4, 5])).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("suffix", [".rows", ".crc"])
+@pytest.mark.parametrize("suffix", [".rows", ".mac"])
 def test_a_file_that_lost_its_end_lost_only_that(path: Path, suffix: str) -> None:
     filled(path, list(range(ROWS)))
-    os.truncate(path.with_suffix(suffix), 10 * (BYTES if suffix == ".rows" else 4) + 1)
+    os.truncate(path.with_suffix(suffix), 10 * (BYTES if suffix == ".rows" else CODE) + 1)
     again = opened(path)
     assert again.holds(np.arange(ROWS)).tolist() == [True] * 10 + [False] * (ROWS - 10)
     assert again.write(np.arange(ROWS), content(np.arange(ROWS)))
@@ -208,7 +209,7 @@ def test_a_file_that_is_open_is_not_removed(path: Path) -> None:
     del file
     assert remove_unused(path)
     assert not path.exists()
-    assert not path.with_suffix(".crc").exists()
+    assert not path.with_suffix(".mac").exists()
     assert not remove_unused(path)
 
 
@@ -219,7 +220,7 @@ def test_a_file_removed_while_it_is_opened_is_made_anew(path: Path, monkeypatch:
     def remove_first(handle: int, how: int) -> None:
         if not taken:
             taken.append(handle)
-            path.with_suffix(".crc").unlink()
+            path.with_suffix(".mac").unlink()
             path.unlink()
         real(handle, how)
 

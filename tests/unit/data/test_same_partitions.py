@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedprompt.config import DataConfig, PartitionConfig
-from fedprompt.data.partition import make_manifest
-from fedprompt.data.schemes import apportion, deal
-from fedprompt.data.split import cells
-from fedprompt.data.streams import stream
-from fedprompt.data.tiny import TinySource
+from fedprompt.data.partition.divide import make_manifest
+from fedprompt.data.partition.schemes import apportion, deal
+from fedprompt.data.partition.split import cells
+from fedprompt.data.seeded_streams import stream
+from fedprompt.data.sources.synthetic import TinySource
 
 pytestmark = pytest.mark.unit
 DRAWS = {"min_train": 1, "min_test": 1, "max_tries": 1000}
 
-#: settings, seed, and a digest of all names and lists, as the version before lists were kept in arrays made them
+# settings, seed, and a digest of all names and lists, as the version before lists were kept in arrays made them
 KNOWN: list[tuple[dict[str, Any], int, str]] = [
     ({"scheme": "domains", "clients": 4}, 0, "b79d90c50c8c7035"),
     ({"scheme": "domains", "clients": 6, "domains_per_client": 3}, 0, "989efb990996f08b"),

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from fedprompt.config import DataConfig
-from fedprompt.data.sources import Source, detect_format, open_source
+from fedprompt.data.sources.open import Source, detect_format, open_source
 from fedprompt.errors import DataError
 
 pytestmark = pytest.mark.unit
@@ -326,7 +326,8 @@ def test_a_hub_id_that_cannot_be_loaded_says_what_to_do(cache, monkeypatch):
 
 
 def test_partition_and_manifest_do_not_import_torch():
-    code = "import sys, fedprompt.data.partition, fedprompt.data.manifest, fedprompt.data.sources; sys.exit('torch' in sys.modules)"
+    modules = "fedprompt.data.partition.divide, fedprompt.data.partition.manifest, fedprompt.data.sources.open"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

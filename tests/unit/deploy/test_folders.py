@@ -69,7 +69,7 @@ def test_flower_is_told_where_the_server_is_from_here(made: Path) -> None:
 def test_an_insecure_federation_has_no_keys_and_stays_on_loopback(tmp_path: Path) -> None:
     server = init(tmp_path / "fed", LOCAL, ["a"], secure=False)
     names = {path.name for path in (tmp_path / "fed").rglob("*") if path.is_file()}
-    assert names == {"federation.json", "config.toml", "site.json"}
+    assert names == {"federation.json", "config.toml", "site.json", "policy.yaml"}
     assert tomllib.loads((server.flower_home / "config.toml").read_text())["superlink"]["fedprompt"]["insecure"]
     assert not SiteFolder.load(tmp_path / "fed" / "sites" / "a").secure
     with pytest.raises(ConfigError, match="must be secure for sites to be admitted or expelled"):
@@ -215,7 +215,7 @@ def test_a_site_with_a_key_of_its_own_gets_all_but_that_key(tmp_path: Path) -> N
     SiteFolder.create(tmp_path / "own", "b", server)  # stands for what the site makes: a key of the right kind
     line = membership.admit(server, "b", tmp_path / "own" / "key.pub")
     handed = SiteFolder.create(tmp_path / "handed", "b", server, line)
-    assert sorted(path.name for path in handed.path.iterdir()) == ["ca.crt", "key.pub", "site.json"]
+    assert sorted(path.name for path in handed.path.iterdir()) == ["ca.crt", "key.pub", "policy.yaml", "site.json"]
     with pytest.raises(ConfigError, match="key"):
         SiteFolder.load(handed.path)
     (tmp_path / "own" / "key").rename(handed.key)

@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 from flwr.superlink import extensions, main
 
 from fedprompt.engines.flower import superlink
-from fedprompt.engines.flower.superlink import Gate, failures_only, put_up_gate
+from fedprompt.engines.flower.superlink import Flight, Gate, NoRoom, failures_only, put_up_gate
 from fedprompt.errors import RunError
 
 pytestmark = pytest.mark.unit
@@ -55,12 +55,85 @@ def test_other_machines_reach_what_nodes_need(path: str) -> None:
     assert passed(path) is None
 
 
-def test_a_request_of_another_machine_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(superlink, "LARGEST_REQUEST", 100)
-    assert passed("/v1/fleet/push-object", body=[60, 40]) is None
-    start, _ = passed("/v1/fleet/push-object", body=[60, 41, 10**6]) or []
+@pytest.mark.parametrize("host", [STRANGER[0], "127.0.0.1"])
+def test_a_request_to_a_route_of_nodes_has_a_size(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on this machine: it has nodes too, and who else is there has no business on these routes."""
+    monkeypatch.setattr(superlink, "SMALL_REQUEST", 100)
+    assert passed("/v1/fleet/push-object", (host, 5), body=[60, 40]) is None
+    start, _ = passed("/v1/fleet/push-object", (host, 5), body=[60, 41, 10**6]) or []
     assert start["status"] == 413
-    assert passed("/v1/fleet/push-object", ("127.0.0.1", 5), body=[60, 41]) is None
+    long = [(b"content-length", b"101")]
+    start, _ = passed("/v1/fleet/push-object", (host, 5), body=[60, 40], headers=long) or []
+    assert start["status"] == 413
+    assert passed("/v1/control/start-run", ("127.0.0.1", 5), body=[60, 41], headers=long) is None
+
+
+def test_a_request_to_a_route_of_nodes_says_how_long_it_is() -> None:
+    start, _ = passed("/v1/fleet/push-object", headers=[(b"Transfer-Encoding", b"chunked")]) or []
+    assert start["status"] == 411
+
+
+@pytest.mark.parametrize("size", [2**20, 2**28])
+def test_who_proves_to_be_a_node_may_send_large_requests(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def proven(scope: Any) -> bytes:
+        return b"key"
+
+    monkeypatch.setattr(superlink, "proven_key", proven)
+    assert passed("/v1/fleet/push-object", headers=[(b"content-length", str(size).encode())], body=[10]) is None
+    start, _ = passed("/v1/fleet/push-object", headers=[(b"content-length", str(2**28 + 1).encode())], body=[10]) or []
+    assert start["status"] == 413
+
+
+def test_a_body_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(superlink, "PATIENCE", 0.05)
+    sent: list[Any] = []
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def nobody(*_: Any) -> None:
+        raise AssertionError("it must not come so far")
+
+    scope = {"type": "http", "path": "/v1/fleet/push-object", "client": STRANGER, "server": SERVER, "headers": []}
+    asyncio.run(Gate(nobody)(scope, never, send))
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+
+
+def test_large_requests_of_all_nodes_together_have_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one node can take no more than its share of it; the others get through meanwhile."""
+    monkeypatch.setattr(superlink, "TURN", 0.05)
+    most, flight, order = superlink.LARGEST_REQUEST, Flight(), []
+
+    async def took(key: bytes, size: int) -> bool:
+        try:
+            async with flight.room_for(key, size):
+                return True
+        except NoRoom:
+            return False
+
+    async def waits() -> None:
+        async with flight.room_for(b"c", most):
+            order.append("c")
+
+    async def scene() -> None:
+        async with flight.room_for(b"a", most):
+            assert not await took(b"a", 2**20), "its share is taken"
+            assert await took(b"a", 100), "small ones are free"
+            async with flight.room_for(b"b", most):
+                assert not await took(b"c", 2**20), "all is taken"
+                monkeypatch.setattr(superlink, "TURN", 20.0)
+                later = asyncio.create_task(waits())
+                await asyncio.sleep(0)
+                order.append("b")
+            await later
+        assert order == ["b", "c"]
+        assert await took(b"a", most)
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize(
@@ -153,3 +226,10 @@ def test_the_log_keeps_refused_requests_only(status: int, kept: bool) -> None:
     arguments = ("127.0.0.1:1", "POST", "/v1/fleet/pull-messages", "1.1", status)
     record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', arguments, None)
     assert failures_only(record) is kept
+
+
+def test_a_flower_that_starts_its_server_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
+    monkeypatch.delattr(superlink.program, "uvicorn")
+    with pytest.raises(RunError, match=r"connections would have no limits; install the one of fedprompt\[flower\]"):
+        put_up_gate()

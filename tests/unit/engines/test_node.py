@@ -10,64 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from by_post import exported, sites_with, tiny_settings
 from hypothesis import given
 from hypothesis import strategies as st
+from one_site import NAMES, NOISE, Ground, reply, told
 
 from fedprompt import __version__
-from fedprompt.backbones.kept import identity
+from fedprompt.client.factory import ExperimentFactory
 from fedprompt.config import EngineConfig, OutputConfig
-from fedprompt.engines.node import SimulatedNode, Site
-from fedprompt.engines.orders import Answer, Order, Setting
+from fedprompt.core.messages import LocalUpdate
+from fedprompt.engines.remote.node import SimulatedNode, Site
+from fedprompt.engines.remote.protocol import Answer
 from fedprompt.errors import DataError, StorageError
-from fedprompt.experiment import Experiment
-from fedprompt.federation.messages import Reply
-from fedprompt.roles import Tensors
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
-
-NAMES = tuple(f"client_{place}" for place in range(4))
-NOISE = {"noise": 1.0, "clip": 1e-3}
-
-
-class Ground:
-    """Files of four sites, and what the server of their federation knows."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.settings = tiny_settings(folder / "runs", "ground", method={"name": "fedvpt", "prompt_tokens": 60})
-        self.files = exported(self.settings, folder / "files")
-        self.config = Experiment(self.settings).config.model_dump(mode="json", exclude={"engine", "output"})
-        experiment = Experiment(self.settings)
-        source, _, backbone, self.world = experiment.prepare()
-        self.setting = Setting("a" * 32, self.config, identity(backbone), source.class_names, NAMES)
-
-    def order(self, config: dict[str, Any] | None = None, **changes: Any) -> Order:
-        """Train in round 1, with settings of the run changed."""
-        setting = replace(self.setting, config={**self.config, **(config or {})})
-        return replace(Order("work", setting, 1, train=1, keep_as=5, received=self.world.roles.shared), **changes)
-
-    def site(self, folder: Path, **options: Any) -> Site:
-        return sites_with({"client_1": self.files["client_1"]}, folder, **options)["client_1"]
 
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     return Ground(tmp_path_factory.mktemp("ground"))
-
-
-def told(node: Any, order: Order) -> tuple[str, str]:
-    """Why a node did not do what it was asked."""
-    failure = Answer.from_bytes(node.answer(order.to_bytes())).failure
-    assert failure is not None
-    return failure
-
-
-def reply(node: Any, order: Order) -> Reply:
-    answer = Answer.from_bytes(node.answer(order.to_bytes()))
-    found = answer.reply(10**7)
-    assert found is not None, answer.failure
-    return found
 
 
 def test_a_site_trains_on_its_own_images(ground: Ground, tmp_path: Path) -> None:
@@ -84,6 +45,18 @@ def test_a_site_introduces_itself(ground: Ground, tmp_path: Path) -> None:
     assert met is not None
     assert (met.name, met.class_names, met.backbone) == ("client_1", ground.world.class_names, ground.setting.backbone)
     assert told(SimulatedNode(), ground.order(kind="meet"))[0] == "order"
+
+
+def test_a_site_needs_nothing_that_only_the_server_uses(ground: Ground, tmp_path: Path) -> None:
+    """Neither its rule of aggregation nor how its own images were opened and divided."""
+    theirs = {
+        "aggregation": {**ground.config["aggregation"], "rule": "theirs", "options": {"step": 0.5}},
+        "partition": {**ground.config["partition"], "scheme": "theirs"},
+        "data": {**ground.config["data"], "format": "theirs", "options": {"names": ["a"]}},
+    }
+    assert reply(ground.site(tmp_path), ground.order(theirs)).samples == 10
+    rule, text = told(SimulatedNode(), ground.order({**theirs, "output": ground.settings["output"]}))
+    assert (rule, "aggregation.rule must be one of" in text) == ("config", True)
 
 
 # -- whatever comes ---------------------------------------------------------------------------------------------------
@@ -211,7 +184,7 @@ def test_a_site_without_images_does_not_say_where_it_looked(ground: Ground, tmp_
     assert b"hidden" not in blob
     assert Answer.from_bytes(blob).failure == ("node", "DataError: see the log of the node")
     with pytest.raises(DataError, match="--data"):
-        site.look()
+        site.check_images()
 
 
 def test_a_disk_that_is_in_the_way_is_told_without_its_path(ground: Ground, tmp_path: Path) -> None:
@@ -288,9 +261,9 @@ def test_paths_of_the_server_mean_nothing_to_a_site(ground: Ground, tmp_path: Pa
     found = reply(ground.site(tmp_path / "two"), ground.order(config))
     assert torch.equal(found.upload["prompt"], expected.upload["prompt"])
     assert not elsewhere.exists()
-    experiment = ground.site(tmp_path / "three")._experiment(ground.order(config).setting)
-    assert (experiment.config.output, experiment.config.engine) == (OutputConfig(), EngineConfig())
-    assert elsewhere not in experiment.cache.parents, "weights are looked for where this machine keeps them"
+    factory = ground.site(tmp_path / "three")._factory(ground.order(config).setting)
+    assert (factory.config.output, factory.config.engine) == (OutputConfig(), EngineConfig())
+    assert elsewhere not in factory.cache.parents, "weights are looked for where this machine keeps them"
 
 
 def test_everything_a_site_writes_is_in_its_folder(
@@ -307,14 +280,14 @@ def test_everything_a_site_writes_is_in_its_folder(
 def test_the_backbone_is_loaded_once_for_many_runs(
     ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded: list[Experiment] = []
-    load: Callable[[Experiment], Any] = Experiment.backbone
+    loaded: list[ExperimentFactory] = []
+    load: Callable[[ExperimentFactory], Any] = ExperimentFactory.backbone
 
-    def counted(experiment: Experiment) -> Any:
-        loaded.append(experiment)
-        return load(experiment)
+    def counted(factory: ExperimentFactory) -> Any:
+        loaded.append(factory)
+        return load(factory)
 
-    monkeypatch.setattr(Experiment, "backbone", counted)
+    monkeypatch.setattr(ExperimentFactory, "backbone", counted)
     site = ground.site(tmp_path)
     for run in ("b" * 32, "c" * 32):
         order = ground.order()
@@ -327,7 +300,7 @@ def test_the_backbone_is_loaded_once_for_many_runs(
 # -- privacy ----------------------------------------------------------------------------------------------------------
 
 
-def noise_of(ground: Ground, found: Reply) -> Tensors:
+def noise_of(ground: Ground, found: LocalUpdate) -> Tensors:
     return {name: found.upload[name] - tensor for name, tensor in ground.world.roles.shared.items()}
 
 

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import content, local_tensors, run, shared_tensors, worst_difference
 
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.frames import HEADER_BYTES, Frame, Packing, Unpacking, read_frame, write_frame
-from fedprompt.engines.worker import Desk
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.core.messages import Failure, LocalUpdate
+from fedprompt.engines import kinds
+from fedprompt.engines.framing import HEADER_BYTES, Frame, Packing, Unpacking, read_frame, write_frame
+from fedprompt.engines.worker_process import WorkerLoop
 from fedprompt.errors import ConfigError, DivergenceError
-from fedprompt.experiment import Experiment
-from fedprompt.federation.messages import Failure, Reply
-from fedprompt.federation.rounds import Observer
+from fedprompt.federation.loop import Observer
 from fedprompt.methods.fedvpt import FedVPT
-from fedprompt.roles import Tensors
-from fedprompt.run import Run
+from fedprompt.runs.run import Run
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -119,7 +119,7 @@ class Loopback:
     size = 2
 
     def __init__(self) -> None:
-        self.desk = Desk()
+        self.desk = WorkerLoop()
         self.tasks: list[Frame] = []
 
     def begin(self, experiment: Frame, ground: list[str]) -> None:
@@ -142,7 +142,7 @@ class Loopback:
 def crew(monkeypatch: pytest.MonkeyPatch) -> Loopback:
     """The crew of every experiment that asks for workers."""
     crew = Loopback()
-    monkeypatch.setattr(Experiment, "_crew", lambda self: nullcontext(crew if self.config.engine.workers else None))
+    monkeypatch.setattr(kinds, "WorkerPool", lambda size: nullcontext(crew))
     return crew
 
 
@@ -209,7 +209,7 @@ class Noted(Observer):
     def __init__(self) -> None:
         self.seen: list[object] = []
 
-    def trained(self, round: int, reply: Reply) -> None:
+    def trained(self, round: int, reply: LocalUpdate) -> None:
         self.seen.append((round, reply.client, reply.loss, list(reply.upload)))
 
     def refused(self, round: int, failure: Failure) -> None:
@@ -224,7 +224,7 @@ def test_a_client_that_diverges_fails_alone_and_is_told_of(
 ) -> None:
     true = ClientRuntime.train_together
 
-    def astray(self: ClientRuntime, round: int, received: Mapping[int, Tensors]) -> list[Reply | DivergenceError]:
+    def astray(self: ClientRuntime, round: int, received: Mapping[int, Tensors]) -> list[LocalUpdate | DivergenceError]:
         replies = true(self, round, received)
         return [
             DivergenceError(f"lost in round {round}") if client == 1 else reply

@@ -16,25 +16,25 @@ from hypothesis import strategies as some
 from support import StopAfter, Stopped, content, experiment, run, shared_tensors
 from torch import Tensor
 
-from fedprompt.backbones.dual import DualEncoder
+from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.config import TrainConfig
-from fedprompt.data.base import Source
-from fedprompt.data.manifest import Clients
-from fedprompt.data.selection import base_and_novel, of_classes
-from fedprompt.data.sources import open_both
-from fedprompt.data.split import train_and_test
-from fedprompt.data.tiny import TinySource
-from fedprompt.data.transforms import ImageStore, normalise
+from fedprompt.core.method import Method, Stage, World
+from fedprompt.core.registry import variants
+from fedprompt.data.cache.pixel_store import ImageStore, normalise
+from fedprompt.data.partition.manifest import Clients
+from fedprompt.data.partition.split import train_and_test
+from fedprompt.data.sources.base import Source
+from fedprompt.data.sources.open import open_both
+from fedprompt.data.sources.subset import base_and_novel, of_classes
+from fedprompt.data.sources.synthetic import TinySource
 from fedprompt.errors import ConfigError
 from fedprompt.evaluation.base_to_novel import BaseToNovel
-from fedprompt.evaluation.novel_figures import harmonic_mean, stored_figures
-from fedprompt.method import Method, Stage, World
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.zero_shot import ZeroShot
-from fedprompt.registry import variants
-from fedprompt.report import tables
-from fedprompt.report.html import render
+from fedprompt.report import comparison_table
+from fedprompt.report.html_report import render
+from fedprompt.runs.novel_figures import harmonic_mean, stored_figures
 
 pytestmark = pytest.mark.unit
 
@@ -90,7 +90,7 @@ def test_an_image_of_a_novel_class_is_the_one_of_the_whole_source() -> None:
 
 
 def test_the_federation_sees_base_classes_only(novel: Any) -> None:
-    source, manifest, _, world = experiment(novel()).prepare()
+    source, manifest, _, world = experiment(novel()).factory.prepare()
     assert world.class_names == source.class_names == TinySource().class_names[:3]
     assert manifest.class_names == world.class_names
     assert source.labels.max() == 2
@@ -111,15 +111,15 @@ def test_base_and_novel_are_those_of_a_naive_computation(novel: Any) -> None:
     found = stored_figures(done.reader)
     assert found is not None
     made = experiment(novel())
-    base, kept = open_both(made.config.data, made.cache)
+    base, kept = open_both(made.config.data, made.factory.cache)
     assert kept is not None
-    _, _, backbone, _ = made.prepare()
+    _, _, backbone, _ = made.factory.prepare()
     assert isinstance(backbone, DualEncoder)
     context = shared_tensors(done)["context"]
     for name, source in (("base", base), ("novel", kept)):
         indices = train_and_test(source, made.config.data)[1]
         assert found["images"][name] == len(indices) == {"base": 24, "novel": 16}[name]
-        expected = naive_accuracy(backbone, source, indices, context, made.cache)
+        expected = naive_accuracy(backbone, source, indices, context, made.factory.cache)
         assert found[name] == pytest.approx(expected)  # all clients of PromptFL predict with the same context
     assert found["local"] == pytest.approx(statistics.fmean(done.client_accuracies().values()))
     assert found["classes"] == {"base": 3, "novel": 2}
@@ -142,14 +142,14 @@ def test_what_a_method_derives_from_class_names_is_derived_from_the_novel_ones(n
     done = run(novel(), ZeroShot())
     found = stored_figures(done.reader)
     made = experiment(novel())
-    _, kept = open_both(made.config.data, made.cache)
-    _, _, backbone, _ = made.prepare()
+    _, kept = open_both(made.config.data, made.factory.cache)
+    _, _, backbone, _ = made.factory.prepare()
     assert found is not None
     assert kept is not None
     assert isinstance(backbone, DualEncoder)
     indices = train_and_test(kept, made.config.data)[1]
     words = backbone.text.words("a photo of a")
-    assert found["novel"] == pytest.approx(naive_accuracy(backbone, kept, indices, words, made.cache))
+    assert found["novel"] == pytest.approx(naive_accuracy(backbone, kept, indices, words, made.factory.cache))
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Tuned(PromptFL):
 
 
 def test_a_copy_is_tuned_on_base_classes_and_then_asked_about_novel_ones(novel: Any) -> None:
-    values = novel(train={"lr": 0.5})
+    values = novel(seed=1, train={"lr": 2.0})
     found = stored_figures(run(values, Tuned(context_tokens=2)).reader)
     assert found is not None
     assert len({figures["novel"] for figures in found["clients"].values()}) > 1
@@ -212,7 +212,7 @@ def test_a_run_that_was_stopped_is_tested_when_it_ends_and_only_once(
 
 
 def test_the_split_of_a_manifest_decides_on_the_base_test_images(novel: Any, tmp_path: Path) -> None:
-    manifest = experiment(novel()).prepare()[1]
+    manifest = experiment(novel()).factory.prepare()[1]
     fewer = replace(manifest, clients=Clients.of(replace(client, test=client.test[:3]) for client in manifest.clients))
     fewer.save(tmp_path / "mine.json")
     partition = {"scheme": "manifest", "manifest": str(tmp_path / "mine.json")}
@@ -273,10 +273,10 @@ def test_tables_have_more_columns_only_where_there_are_figures_for_them(novel: A
     done, plain = run(novel()), run(settings())
     found = stored_figures(done.reader)
     assert found is not None
-    rows = tables.comparison([done, plain])
-    assert rows[0].values["novel"] == tables.Spread(found["novel"], None)
+    rows = comparison_table.comparison([done, plain])
+    assert rows[0].values["novel"] == comparison_table.Spread(found["novel"], None)
     assert rows[1].values["novel"] is None
-    header = tables.header(tables.columns(rows))
+    header = comparison_table.header(comparison_table.columns(rows))
     assert [title for title in header if title in ("Local", "Base", "Novel", "HM", "HM3")] == [
         "Local",
         "Base",
@@ -284,14 +284,14 @@ def test_tables_have_more_columns_only_where_there_are_figures_for_them(novel: A
         "HM",
         "HM3",
     ]
-    assert "Not comparable, these settings differ" in tables.markdown(rows)
-    assert tables.NOVEL_EXPLANATION in tables.markdown(rows)
-    assert tables.json_rows(rows)[0]["hm"] == {"mean": found["hm"], "std": None}
-    assert ",hm3,hm3_std" in tables.csv(rows).splitlines()[0]
-    assert tables.csv(rows).splitlines()[1].endswith(f"{found['hm3']},")
+    assert "Not comparable, these settings differ" in comparison_table.markdown(rows)
+    assert comparison_table.NOVEL_EXPLANATION in comparison_table.markdown(rows)
+    assert comparison_table.json_rows(rows)[0]["hm"] == {"mean": found["hm"], "std": None}
+    assert ",hm3,hm3_std" in comparison_table.csv(rows).splitlines()[0]
+    assert comparison_table.csv(rows).splitlines()[1].endswith(f"{found['hm3']},")
     assert ">Novel<" in render([done, plain])
 
-    only_plain = tables.comparison([plain])
-    assert tables.columns(only_plain) == tables.COLUMNS
-    assert "hm" not in tables.json_rows(only_plain)[0]
-    assert tables.NOVEL_EXPLANATION not in tables.markdown(only_plain)
+    only_plain = comparison_table.comparison([plain])
+    assert comparison_table.columns(only_plain) == comparison_table.COLUMNS
+    assert "hm" not in comparison_table.json_rows(only_plain)[0]
+    assert comparison_table.NOVEL_EXPLANATION not in comparison_table.markdown(only_plain)

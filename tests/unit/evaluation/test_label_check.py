@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as some
-from support import StopAfter, Stopped, content, experiment, run
+from support import StopAfter, Stopped, content, experiment, run, seeded
 from torch import Tensor
 
-import fedprompt.experiment
-from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.images import ImageBank
+from fedprompt.core.method import World
+from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.evaluation import label_check
 from fedprompt.evaluation.label_check import check_labels, derangement, evenly, figures, sentence, spaced, warning
-from fedprompt.federation.rounds import Observer
-from fedprompt.method import World
+from fedprompt.experiment import run_file
+from fedprompt.features.image_bank import ImageBank
+from fedprompt.federation.loop import Observer
 from fedprompt.methods.promptfl import PromptFL
 
 pytestmark = pytest.mark.unit
@@ -47,7 +47,7 @@ def separable(classes: int, each: int, noise: float = 0.1) -> tuple[Tensor, Tens
 
 @given(some.integers(2, 60), some.integers(0, 10**6))
 def test_a_derangement_is_a_permutation_that_moves_everyone(count: int, seed: int) -> None:
-    moved = derangement(count, torch.Generator().manual_seed(seed))
+    moved = derangement(count, seeded(seed))
     assert sorted(moved.tolist()) == list(range(count))
     assert all(place != position for position, place in enumerate(moved.tolist()))
 
@@ -120,9 +120,9 @@ def test_the_threshold_is_three_standard_errors_above_guessing() -> None:
 
 def federation(values: Mapping[str, Any]) -> tuple[World, ImageBank]:
     made = experiment(values)
-    source, manifest, backbone, world = made.prepare()
+    source, manifest, backbone, world = made.factory.prepare()
     return world, ImageBank(
-        source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone
+        source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.factory.cache), backbone
     )
 
 
@@ -189,7 +189,7 @@ def test_the_check_is_deterministic_and_not_repeated_on_resume(dual: Any, monkey
     def never(*_: object) -> None:
         raise AssertionError("checked again")
 
-    monkeypatch.setattr(fedprompt.experiment, "check_labels", never)
+    monkeypatch.setattr(run_file, "check_labels", never)
     observer = Listening()
     resumed = run(dual(name="broken"), observer=observer, resume=True)
     assert content(resumed) == content(whole)
@@ -204,7 +204,7 @@ def test_methods_that_read_no_class_names_are_not_checked(settings: Any) -> None
 
 def test_the_check_changes_no_result(dual: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = run(dual(name="checked"), PromptFL(context_tokens=2))
-    monkeypatch.setattr(fedprompt.experiment, "check_labels", lambda *_: None)
+    monkeypatch.setattr(run_file, "check_labels", lambda *_: None)
     plain = run(dual(name="plain"), PromptFL(context_tokens=2))
     assert checked.reader.server_state() == plain.reader.server_state()
     assert checked.reader.evaluations(2) == plain.reader.evaluations(2)

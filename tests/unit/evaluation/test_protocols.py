@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fedprompt import registry
 from fedprompt.config import Config, DataConfig, PartitionConfig, parse
-from fedprompt.data.manifest import Clients
-from fedprompt.data.partition import make_manifest
-from fedprompt.data.tiny import TinySource
+from fedprompt.core import registry
+from fedprompt.data.partition.divide import make_manifest
+from fedprompt.data.partition.manifest import Clients
+from fedprompt.data.sources.synthetic import TinySource
 from fedprompt.errors import ConfigError
 from fedprompt.evaluation import protocols
 from fedprompt.evaluation.protocols import Axis

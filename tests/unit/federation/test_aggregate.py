@@ -14,10 +14,10 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from fedprompt.config import AggregationConfig
+from fedprompt.core.method import Combine, shares
 from fedprompt.errors import ContractError
-from fedprompt.federation.aggregate import geometric_centre, krum_order, rule, shares, weighted_mean
-from fedprompt.method import Combine
-from fedprompt.roles import Tensors
+from fedprompt.federation.aggregate import geometric_centre, krum_order, rule, weighted_mean
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 

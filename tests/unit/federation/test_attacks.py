@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from support import run, shared_tensors, worst_difference
 
 from fedprompt.config import AttackConfig
+from fedprompt.core.client_sampling import sample_attackers, sample_cohort
+from fedprompt.core.messages import LocalUpdate
 from fedprompt.errors import ConfigError
 from fedprompt.federation.attacks import corrupted, flipped
-from fedprompt.federation.messages import Reply
-from fedprompt.federation.sampling import sample_attackers, sample_cohort
 
 pytestmark = pytest.mark.unit
 
 BEFORE = {"prompt": torch.tensor([1.0, 2.0])}
-HONEST = Reply(0, 1, {"prompt": torch.tensor([2.0, 4.0]), "counts": torch.tensor([3.0])}, 7, 0.5)
+HONEST = LocalUpdate(0, 1, {"prompt": torch.tensor([2.0, 4.0]), "counts": torch.tensor([3.0])}, 7, 0.5)
 
 
-def attacked(kind: Any, strength: float | None = None) -> Reply:
+def attacked(kind: Any, strength: float | None = None) -> LocalUpdate:
     return corrupted(HONEST, BEFORE, AttackConfig(kind=kind, strength=strength))
 
 

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 from support import StopAfter, Stopped, content, experiment, run
 
-from fedprompt import config, config_files
+from fedprompt import config
+from fedprompt.config import config_files
+from fedprompt.core.client_sampling import sample_cohort
 from fedprompt.errors import ConfigError
-from fedprompt.federation.sampling import sample_cohort
 from fedprompt.methods.coop import CoOp
-from fedprompt.run import Run
+from fedprompt.runs.run import Run
 
 pytestmark = pytest.mark.unit
 
@@ -111,7 +112,7 @@ def test_an_absence_the_federation_cannot_have_is_refused(away: dict, message: s
 
 def test_a_client_that_is_held_out_cannot_be_away(dual: Any) -> None:
     values = dual(federation={"held_out": 0.25})
-    (held,) = experiment(values).prepare()[3].newcomers
+    (held,) = experiment(values).factory.prepare()[3].newcomers
     with pytest.raises(ConfigError, match="must name clients that are not held out of training"):
         run(dual(federation={"held_out": 0.25, "away": {f"client_{held}": [1, 2]}}))
 

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forgery import forged
 from hypothesis import given
 from hypothesis import strategies as st
 from support import StopAfter, Stopped, content, run, shared_tensors, worst_difference
 
-import fedprompt.experiment
 from fedprompt.config import GuardConfig
-from fedprompt.engines.inprocess import InProcess
+from fedprompt.core import wire
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.core.messages import COHORT, Failure, LocalUpdate
+from fedprompt.core.roles import Roles, Statistic
+from fedprompt.engines import kinds
+from fedprompt.engines.in_process import InProcess
 from fedprompt.errors import DivergenceError, QuorumError, RunError
-from fedprompt.federation import wire
 from fedprompt.federation.guard import Guard
-from fedprompt.federation.messages import COHORT, Failure, Reply
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.federation.store import REFUSED
-from fedprompt.roles import Roles, Statistic, Tensors
-from fedprompt.run import Run
+from fedprompt.runs.run import Run
+from fedprompt.runs.store import REFUSED
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -47,11 +47,11 @@ def upload(value: float = 1.0, **changes: Any) -> Tensors:
     }
 
 
-def reply(client: int = 0, **changes: Any) -> Reply:
-    return replace(Reply(client, 1, upload(), 10, 0.5), **changes)
+def reply(client: int = 0, **changes: Any) -> LocalUpdate:
+    return replace(LocalUpdate(client, 1, upload(), 10, 0.5), **changes)
 
 
-def admit(replies: Sequence[Reply | Failure], **settings: Any) -> Any:
+def admit(replies: Sequence[LocalUpdate | Failure], **settings: Any) -> Any:
     guard = Guard(GuardConfig(**settings), ROLES)
     return guard.admit(replies, 1, COHORT_OF_FIVE, lambda client: ROLES.shared)
 
@@ -74,7 +74,7 @@ HOSTILE = {
 @pytest.mark.parametrize("rule", HOSTILE)
 def test_each_rule_keeps_its_offender_out_and_lets_the_others_in(rule: str) -> None:
     found = admit([reply(0), HOSTILE[rule], reply(2)], norm=10.0)
-    assert [each.client for each in found.replies] == [0, 2]
+    assert [each.client for each in found.updates] == [0, 2]
     assert [(each.client, each.rule) for each in found.refused] == [(HOSTILE[rule].client, rule)]
     assert found.refused[0].value
 
@@ -91,7 +91,7 @@ def test_a_loss_is_finite(loss: float) -> None:
 
 def test_a_second_reply_of_a_client_is_refused_and_the_first_one_kept() -> None:
     found = admit([reply(0), reply(1, samples=30), reply(1, samples=9)])
-    assert [(each.client, each.samples) for each in found.replies] == [(0, 10), (1, 30)]
+    assert [(each.client, each.samples) for each in found.updates] == [(0, 10), (1, 30)]
     assert [(each.client, each.rule) for each in found.refused] == [(1, "replayed")]
 
 
@@ -121,17 +121,17 @@ def test_the_reference_of_an_update_is_what_the_client_received() -> None:
     guard = Guard(GuardConfig(norm=1.0), ROLES)
     replies = [reply(client, upload=upload(5.0)) for client in (0, 1)]
     found = guard.admit(replies, 1, (0, 1), lambda client: {"prompt": torch.full((2, 3), 5.0 * client)})
-    assert [each.client for each in found.replies] == [1]
+    assert [each.client for each in found.updates] == [1]
 
 
 def test_a_secure_sum_is_one_reply_for_the_cohort() -> None:
     guard = Guard(GuardConfig(max_samples=10), ROLES)
     whole = reply(COHORT, samples=50)
     found = guard.admit([whole, Failure(3, "finite", "")], 1, COHORT_OF_FIVE, lambda client: {}, as_one=True)
-    assert found.replies == [whole]
+    assert found.updates == [whole]
     assert found.answered(COHORT_OF_FIVE) == 4
-    assert guard.admit([reply(0)], 1, COHORT_OF_FIVE, lambda client: {}, as_one=True).replies == []
-    assert guard.admit([reply(COHORT)], 1, COHORT_OF_FIVE, lambda client: {}).replies == []
+    assert guard.admit([reply(0)], 1, COHORT_OF_FIVE, lambda client: {}, as_one=True).updates == []
+    assert guard.admit([reply(COHORT)], 1, COHORT_OF_FIVE, lambda client: {}).updates == []
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=9), st.floats(1, 50))
@@ -194,9 +194,9 @@ def test_an_empty_cohort_needs_nobody() -> None:
 class Hostile(InProcess):
     """Some clients answer otherwise than they should."""
 
-    change: Callable[[Reply], list[Reply]]
+    change: Callable[[LocalUpdate], list[LocalUpdate]]
 
-    def train(self, round: int, clients: Sequence[int], download: Any) -> Iterator[Reply | Failure]:
+    def train(self, round: int, clients: Sequence[int], download: Any) -> Iterator[LocalUpdate | Failure]:
         for message in super().train(round, clients, download):
             yield from [message] if isinstance(message, Failure) else type(self).change(message)
 
@@ -205,15 +205,15 @@ class Hostile(InProcess):
 def hostile(monkeypatch: pytest.MonkeyPatch, settings: Any) -> Callable[..., Run]:
     """A run in which replies are changed on their way."""
 
-    def make(change: Callable[[Reply], list[Reply]], resume: bool = False, **changes: Any) -> Run:
+    def make(change: Callable[[LocalUpdate], list[LocalUpdate]], resume: bool = False, **changes: Any) -> Run:
         engine = type("Changed", (Hostile,), {"change": staticmethod(change)})
-        monkeypatch.setattr(fedprompt.experiment, "InProcess", engine)
+        monkeypatch.setattr(kinds, "InProcess", engine)
         return run(settings(**changes), resume=resume)
 
     return make
 
 
-def as_sent(message: Reply) -> list[Reply]:
+def as_sent(message: LocalUpdate) -> list[LocalUpdate]:
     return [message]
 
 
@@ -228,7 +228,7 @@ def refusals(done: Run) -> list[tuple[int, int | None, str]]:
 def test_one_nan_update_does_not_touch_the_others(hostile: Any) -> None:
     """The run is, to the last bit of the shared tensors, the one in which that client is not there for the round."""
 
-    def poisoned(message: Reply) -> list[Reply]:
+    def poisoned(message: LocalUpdate) -> list[LocalUpdate]:
         upload = {name: torch.full_like(tensor, torch.nan) for name, tensor in message.upload.items()}
         return [replace(message, upload=upload)] if message.client == 2 else [message]
 
@@ -257,7 +257,7 @@ def test_a_forged_reply_is_refused_and_the_round_goes_on(hostile: Any, changes: 
 
 
 def test_replies_of_an_earlier_round_are_refused(hostile: Any) -> None:
-    kept: dict[int, Reply] = {}
+    kept: dict[int, LocalUpdate] = {}
     done = hostile(lambda message: [kept.setdefault(message.client, message)] if message.client == 1 else [message])
     assert refusals(done) == [(2, 1, "round")]
 
@@ -271,7 +271,7 @@ def test_a_duplicate_changes_nothing_but_the_record(hostile: Any) -> None:
 
 
 def test_too_few_good_updates_stop_the_run_with_the_state_intact(hostile: Any, settings: Any) -> None:
-    def bad_later(message: Reply) -> list[Reply]:
+    def bad_later(message: LocalUpdate) -> list[LocalUpdate]:
         return [replace(message, samples=0)] if message.round == 2 and message.client < 3 else [message]
 
     with pytest.raises(QuorumError, match=r"round 2 must have 2 accepted updates of 4 \(guard.quorum\), got 1: "):
@@ -291,7 +291,7 @@ def test_a_round_without_quorum_is_repeated_with_another_cohort(hostile: Any) ->
     assert first != second
     seen: list[int] = []
 
-    def refuse_first(message: Reply) -> list[Reply]:
+    def refuse_first(message: LocalUpdate) -> list[LocalUpdate]:
         seen.append(message.client)
         return [replace(message, samples=0)] if message.round == 1 and len(seen) <= 5 else [message]
 
@@ -319,11 +319,11 @@ def test_a_capped_weight_is_recorded_and_counts_as_the_cap(hostile: Any) -> None
 
 
 def test_a_client_that_diverges_alone_is_left_out(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedprompt.engines.client import ClientRuntime
+    from fedprompt.client.runtime import ClientRuntime
 
     train_together = ClientRuntime.train_together
 
-    def failing(self: ClientRuntime, round: int, received: dict[int, Tensors]) -> list[Reply | DivergenceError]:
+    def failing(self: ClientRuntime, round: int, received: dict[int, Tensors]) -> list[LocalUpdate | DivergenceError]:
         replies = train_together(self, round, received)
         astray = DivergenceError("training loss of client 'three' must be finite, got nan")
         return [astray if client == 3 else reply for client, reply in zip(received, replies, strict=True)]
@@ -358,7 +358,7 @@ def test_finite_updates_that_overflow_together_do_not_reach_the_run_file(setting
 def test_refusals_are_the_same_after_an_interruption(hostile: Any) -> None:
     """The record is part of the round's transaction."""
 
-    def poisoned(message: Reply) -> list[Reply]:
+    def poisoned(message: LocalUpdate) -> list[LocalUpdate]:
         return [replace(message, samples=0)] if message.client == 2 else [message]
 
     assert content(hostile(poisoned, name="one")) == content(hostile(poisoned, name="two"))
@@ -371,7 +371,7 @@ def test_stored_tensors_of_another_method_are_told(settings: Any, table: str) ->
         run(settings(), observer=StopAfter(1))
     directory = Path(settings()["output"]["directory"]) / "tiny-fedvpt-seed0"
     column = "shared" if table == "server_state" else "tensors"
-    with closing(sqlite3.connect(directory / "run.db")) as connection, connection:
+    with forged(directory) as connection:
         connection.execute(f"UPDATE {table} SET {column} = ?", (wire.encode({"other": torch.zeros(2)}),))
     with pytest.raises(RunError, match="must hold the tensors the method declares"):
         run(settings(), resume=True)

@@ -22,16 +22,16 @@ from support import (
     worst_difference,
 )
 
-import fedprompt.experiment
-from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.inprocess import InProcess
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.core.client_sampling import sample_newcomers
+from fedprompt.core.messages import LocalUpdate
+from fedprompt.data.cache.pixel_store import ImageStore
+from fedprompt.engines import kinds
+from fedprompt.engines.in_process import InProcess
 from fedprompt.errors import ConfigError
-from fedprompt.federation.messages import Reply
-from fedprompt.federation.sampling import sample_newcomers
-from fedprompt.federation.states import ClientStates
-from fedprompt.roles import Tensors
+from fedprompt.features.image_bank import ImageBank
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -62,11 +62,11 @@ class Watched(InProcess):
     def _noting(self, what: str, clients: Sequence[int]) -> None:
         self.asked.extend((what, client) for client in clients)
 
-    def survey(self, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply]:
+    def survey(self, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[LocalUpdate]:
         self._noting("survey", clients)
         return super().survey(clients, download)
 
-    def train(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[Reply]:
+    def train(self, round: int, clients: Sequence[int], download: Callable[[int], Tensors]) -> Iterator[LocalUpdate]:
         self._noting("train", clients)
         return super().train(round, clients, download)
 
@@ -80,7 +80,7 @@ class Watched(InProcess):
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     Watched.asked = []
-    monkeypatch.setattr(fedprompt.experiment, "InProcess", Watched)
+    monkeypatch.setattr(kinds, "InProcess", Watched)
     return Watched.asked
 
 
@@ -149,8 +149,8 @@ def test_only_the_head_is_fitted(held_out: Make) -> None:
 
 def runtime(values: dict[str, Any], **world_changes: Any) -> ClientRuntime:
     made = experiment(values)
-    source, manifest, backbone, world = made.prepare()
-    pixels = ImageStore(source, backbone.shape.image_size, made.config.data.resize, made.cache)
+    source, manifest, backbone, world = made.factory.prepare()
+    pixels = ImageStore(source, backbone.shape.image_size, made.config.data.resize, made.factory.cache)
     bank = ImageBank(source, manifest, pixels, backbone)
     states = ClientStates(lambda client: None)
     return ClientRuntime(made.config, replace(world, **world_changes), made.method, bank, states, source.domain_names)

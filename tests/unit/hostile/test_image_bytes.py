@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedprompt.data import parquet
-from fedprompt.data.base import decode
-from fedprompt.data.cifar import CifarSource
-from fedprompt.data.folders import FolderSource
-from fedprompt.data.parquet import ParquetSource
+from fedprompt.data.sources import parquet
+from fedprompt.data.sources.base import decode
+from fedprompt.data.sources.cifar import CifarSource
+from fedprompt.data.sources.image_folder import FolderSource
+from fedprompt.data.sources.parquet import ParquetSource
 from fedprompt.errors import DataError
 
 pytestmark = pytest.mark.unit
@@ -112,7 +112,7 @@ def test_none_of_them_takes_memory(tmp_path: Path) -> None:
     code = f"""
 import resource, warnings
 from pathlib import Path
-from fedprompt.data.base import decode
+from fedprompt.data.sources.base import decode
 from fedprompt.errors import DataError
 warnings.simplefilter("ignore")
 def largest(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -10,14 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedprompt import config, config_files
-from fedprompt.backbones.folder import folder_shape
-from fedprompt.data import parquet
-from fedprompt.data.manifest import Manifest
-from fedprompt.data.parquet import ParquetSource
+from fedprompt import config
+from fedprompt.backbones.model_folder import folder_shape
+from fedprompt.config import config_files
+from fedprompt.data.partition.manifest import Manifest
+from fedprompt.data.sources import parquet
+from fedprompt.data.sources.parquet import ParquetSource
 from fedprompt.errors import BackboneError, ConfigError, DataError
-from fedprompt.evaluation.metrics import AVERAGED, is_summary
-from fedprompt.reading import strict_json
+from fedprompt.io.bounded_read import strict_json
+from fedprompt.metrics.accuracy import AVERAGED, is_summary
 
 pytestmark = pytest.mark.unit
 

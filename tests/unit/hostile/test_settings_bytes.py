@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import peak_of
 
-from fedprompt import config_files
-from fedprompt.backbones.folder import folder_preprocessing, folder_shape
-from fedprompt.data.manifest import ClientData, Clients, Manifest
-from fedprompt.data.tiny import TinySource
+from fedprompt.backbones.model_folder import folder_preprocessing, folder_shape
+from fedprompt.config import config_files
+from fedprompt.config.strict_yaml import read_yaml
+from fedprompt.data.partition.manifest import ClientData, Clients, Manifest
+from fedprompt.data.sources.synthetic import TinySource
 from fedprompt.errors import BackboneError, ConfigError, DataError, broken
-from fedprompt.reading import DEPTH, strict_json
-from fedprompt.yaml_text import read_yaml
+from fedprompt.io.bounded_read import DEPTH, strict_json
 
 pytestmark = pytest.mark.unit
 

@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from support import peak_of
 
-from fedprompt.backbones.weights import read_file, read_folder
+from fedprompt.backbones.weight_files import read_file, read_folder
+from fedprompt.core import wire
+from fedprompt.core.messages import COHORT, LocalUpdate
 from fedprompt.errors import BackboneError, ContractError, RunError
-from fedprompt.federation import wire
-from fedprompt.federation.messages import COHORT, Reply
-from fedprompt.tensor_header import DTYPES, FILE, read_header
+from fedprompt.io.safetensors_header import DTYPES, FILE, read_header
 
 pytestmark = pytest.mark.unit
 
@@ -30,7 +30,9 @@ ALL_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
-GOOD = wire.pack(Reply(1, 2, {"prompt": torch.arange(6.0).reshape(2, 3), "counts": torch.tensor([3, 4])}, 12, 0.5))
+GOOD = wire.pack(
+    LocalUpdate(1, 2, {"prompt": torch.arange(6.0).reshape(2, 3), "counts": torch.tensor([3, 4])}, 12, 0.5)
+)
 
 
 def blob(header: object, body: bytes = b"", length: int | None = None) -> bytes:
@@ -93,7 +95,7 @@ def test_bombs_are_refused_wherever_tensors_come_in_and_cost_no_memory(name: str
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_a_reply_survives_the_wire_exactly(dtype: torch.dtype) -> None:
     upload = {"b": torch.tensor([[0.0, 1.0, 0.1]]).to(dtype), "a": torch.ones((), dtype=dtype), "c": torch.zeros(0, 7)}
-    sent = Reply(3, 4, upload, 10**17, loss=0.1 + 0.2)
+    sent = LocalUpdate(3, 4, upload, 10**17, loss=0.1 + 0.2)
     message = wire.pack(sent)
     got = wire.unpack(message, LIMIT)
     assert (got.client, got.round, got.samples, got.loss) == (3, 4, 10**17, 0.1 + 0.2)
@@ -106,12 +108,14 @@ def test_a_reply_survives_the_wire_exactly(dtype: torch.dtype) -> None:
 
 
 def test_values_that_are_not_finite_travel_for_the_guard_to_see() -> None:
-    upload = wire.unpack(wire.pack(Reply(0, 1, {"a": torch.tensor([float("nan"), float("inf")])}, 1)), LIMIT).upload
+    upload = wire.unpack(
+        wire.pack(LocalUpdate(0, 1, {"a": torch.tensor([float("nan"), float("inf")])}, 1)), LIMIT
+    ).upload
     assert upload["a"].isnan().tolist() == [True, False]
 
 
 def test_a_reply_for_a_cohort_without_loss_or_tensors_travels() -> None:
-    assert wire.unpack(wire.pack(Reply(COHORT, 0, {}, 0)), LIMIT) == Reply(COHORT, 0, {}, 0)
+    assert wire.unpack(wire.pack(LocalUpdate(COHORT, 0, {}, 0)), LIMIT) == LocalUpdate(COHORT, 0, {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +140,7 @@ def test_values_that_no_reply_has_are_refused_on_both_sides(change: dict[str, An
     with pytest.raises(ContractError, match=message):
         wire.unpack(forged, LIMIT)
     with pytest.raises(ContractError, match=message):
-        wire.pack(Reply(upload={}, **values))
+        wire.pack(LocalUpdate(upload={}, **values))
 
 
 @pytest.mark.parametrize("metadata", [{}, {"other": "{}"}, {"fedprompt-reply-1": "{}"}, {"fedprompt-reply-1": "[]"}])
@@ -148,7 +152,7 @@ def test_a_message_says_whose_reply_it_is(metadata: dict[str, str]) -> None:
 def test_a_message_has_a_limit_and_its_header_a_smaller_one() -> None:
     with pytest.raises(ContractError, match=f"at most {len(GOOD) - 1} bytes, got {len(GOOD)}"):
         wire.unpack(GOOD, len(GOOD) - 1)
-    many = wire.pack(Reply(0, 1, {f"tensor{number}": torch.zeros(1) for number in range(5000)}, 1))
+    many = wire.pack(LocalUpdate(0, 1, {f"tensor{number}": torch.zeros(1) for number in range(5000)}, 1))
     with pytest.raises(ContractError, match="header must have at most 262144 bytes"):
         wire.unpack(many, len(many))
     assert len(wire.decode(many)) == 5000

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import experiment, run, shared_tensors
+from support import experiment, run, seeded, shared_tensors
 from text_methods import gradient, on_clip, results, run_on_clip, runtime_of, working_parameters
 from torch import Tensor, nn
 
-from fedprompt import registry
+from fedprompt.core import registry
+from fedprompt.core.method import Batch, Seen
 from fedprompt.errors import ConfigError
-from fedprompt.method import Batch, Seen
 from fedprompt.methods.fedclip import ADAPTER, FedCLIP, attention, contrast
 from fedprompt.methods.zero_shot import ZeroShot
-from fedprompt.prompts.contexts import Language
-from fedprompt.roles import stripped
+from fedprompt.modules.contexts import Language
+from fedprompt.tensors import stripped
 
 pytestmark = pytest.mark.unit
 
@@ -54,7 +54,7 @@ def test_the_adapter_starts_as_torchs_linear_layers_do(settings: Any) -> None:
 def test_the_adapter_has_two_square_layers(settings: Any, features: int, numbers: int) -> None:
     _, world = runtime_of(settings, FedCLIP())
     wide = Language(8, features, 1.0, world.text.words, world.text.encode)
-    roles = FedCLIP().init(type(world)(**{**vars(world), "language": wide}), torch.Generator().manual_seed(0))
+    roles = FedCLIP().init(type(world)(**{**vars(world), "language": wide}), seeded())
     assert sum(tensor.numel() for tensor in roles.shared.values()) == numbers == 2 * (features**2 + features)
 
 
@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_weighted_and_normalised_feature(settings: Any) 
     found = method.logits(world, params, Seen(image=image), Batch(torch.zeros(5)), {})
     weighted = attention(stripped(ADAPTER, params), image) * image
     for row in range(5):
-        for label, text in enumerate(world.text.said("a photo of a")):
+        for label, text in enumerate(world.text.encode_words("a photo of a")):
             expected = world.text.scale * float(F.cosine_similarity(weighted[row], text, dim=0))
             assert float(found[row, label]) == pytest.approx(expected, abs=1e-4)
 
@@ -135,7 +135,7 @@ def test_training_lowers_the_loss_and_only_the_adapter_travels(settings: Any, ob
     assert losses[-1] < losses[0] - 0.02
     last = done.rounds()[-1]
     assert last.bytes_up == last.bytes_down == 4 * 4 * 2 * (128**2 + 128)
-    _, _, _, world = experiment(on_clip(settings, "again"), method).prepare()
+    _, _, _, world = experiment(on_clip(settings, "again"), method).factory.prepare()
     assert set(shared_tensors(done)) == set(world.roles.shared)
     assert not world.roles.local
 

@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import experiment, run, shared_tensors, worst_difference
+from support import experiment, run, seeded, shared_tensors, worst_difference
 from torch import Tensor
 
-from fedprompt import registry
-from fedprompt.backbones.dual import DualEncoder
-from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import look, make_batch, step_loss
+from fedprompt.backbones.dual_encoder import DualEncoder
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import forward, make_batch, step_loss
+from fedprompt.core import registry
+from fedprompt.core.method import Batch, Method, World
+from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.errors import ConfigError
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import Batch, Method, World
+from fedprompt.features.image_bank import ImageBank
 from fedprompt.methods.fedmaple import FedMaPLe
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.prompts.contexts import Language
-from fedprompt.prompts.insertion import VisionPrompt
-from fedprompt.roles import Tensors
+from fedprompt.modules.contexts import Language
+from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -33,9 +33,11 @@ SHORT = {"federation": {"rounds": 2, "fraction": 0.5, "evaluate_every": 9, "eval
 
 def prepared(settings: dict[str, Any], method: Method) -> tuple[World, DualEncoder, ClientRuntime]:
     made = experiment(settings, method)
-    source, manifest, backbone, world = made.prepare()
+    source, manifest, backbone, world = made.factory.prepare()
     assert isinstance(backbone, DualEncoder)
-    bank = ImageBank(source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone)
+    bank = ImageBank(
+        source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.factory.cache), backbone
+    )
     states = ClientStates(lambda client: None)
     return world, backbone, ClientRuntime(made.config, world, method, bank, states, source.domain_names)
 
@@ -44,7 +46,7 @@ def clip_world(method: Method) -> World:
     """The widths of CLIP ViT-B/16, without its weights."""
     language = Language(512, 512, 100.0, lambda words: torch.zeros(len(words.split()), 512), lambda *_: torch.empty(0))
     world = World(768, 12, 197, 16, ("a", "b", "c"), ("one", "two"), language=language)
-    return replace(world, roles=method.init(world, torch.Generator().manual_seed(0)))
+    return replace(world, roles=method.init(world, seeded()))
 
 
 def count(tensors: Tensors) -> int:
@@ -86,7 +88,7 @@ def test_logits_are_those_of_both_prompted_towers(settings: Any, coupling: Any) 
     params = world.roles.shared
     images, positions = runtime.bank.images(0, "train"), torch.arange(5)
     batch = make_batch(method, images, positions, training=True)
-    found = method.logits(world, params, look(method, world, params, images, positions, batch, {}), batch, {})
+    found = method.logits(world, params, forward(method, world, params, images, positions, batch, {}), batch, {})
     text = world.text.encode(params["context"].unsqueeze(0), "end")[0]
     slot = vision_of(method, world, params)
     image = backbone.run(images.tokens(positions), [slot], ("image",))["image"]

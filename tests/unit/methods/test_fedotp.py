@@ -11,11 +11,11 @@ from support import local_tensors, shared_tensors
 from text_methods import gradient, run_on_clip, runtime_of, working_parameters
 from torch import Tensor
 
-from fedprompt import registry
+from fedprompt.core import registry
+from fedprompt.core.method import Batch, Seen
 from fedprompt.errors import ConfigError
-from fedprompt.method import Batch, Seen
+from fedprompt.methods.bases.with_text import similarity
 from fedprompt.methods.fedotp import FedOTP
-from fedprompt.methods.with_text import similarity
 
 pytestmark = pytest.mark.unit
 

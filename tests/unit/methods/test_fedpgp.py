@@ -13,12 +13,13 @@ from support import experiment, local_tensors, run, shared_tensors, worst_differ
 from text_methods import gradient, noise_like, on_clip, run_on_clip, runtime_of, working_parameters
 from torch import Tensor
 
-from fedprompt import registry
+from fedprompt.core import registry
+from fedprompt.core.method import Batch, World
 from fedprompt.errors import ConfigError
-from fedprompt.method import Batch, World
 from fedprompt.methods.fedpgp import ANCHOR, FedPGP
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.roles import Tensors
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -118,7 +119,7 @@ def test_the_contrast_costs_nothing_where_it_is_not_needed(settings: Any) -> Non
 class Unchanged(FedPGP):
     """No change to begin with."""
 
-    def own(self, world: World, context: Tensor, generator: torch.Generator) -> Tensors:
+    def own(self, world: World, context: Tensor, generator: Stream) -> Tensors:
         return {name: torch.zeros_like(tensor) for name, tensor in super().own(world, context, generator).items()}
 
 
@@ -158,7 +159,7 @@ def test_a_held_out_client_trains_its_change_alone(settings: Any) -> None:
     assert len(done.client_accuracies()) == 1
     method = FedPGP(context_tokens=3)
     made = experiment(on_clip(settings, "held"), method)
-    world = made.prepare()[-1]
+    world = made.factory.prepare()[-1]
     (stage,) = method.newcomer(world, made.config.train, 2)
     assert stage.trainable == (LEFT, RIGHT)
 

@@ -11,9 +11,9 @@ from support import local_tensors, run, shared_tensors, worst_difference
 from text_methods import gradient, on_clip, run_on_clip, runtime_of, working_parameters
 from torch import Tensor
 
-from fedprompt import registry
+from fedprompt.core import registry
+from fedprompt.core.method import Batch
 from fedprompt.errors import ConfigError
-from fedprompt.method import Batch
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.fedpha import FedPHA, weak_directions
 from fedprompt.methods.promptfl import PromptFL

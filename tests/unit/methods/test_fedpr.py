@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import local_tensors, run, shared_tensors, worst_difference
+from support import local_tensors, run, seeded, shared_tensors, worst_difference
 from torch import Tensor
 
-from fedprompt import registry
 from fedprompt.config import TrainConfig
+from fedprompt.core import registry
+from fedprompt.core.method import Client, World
 from fedprompt.errors import ConfigError
-from fedprompt.method import Client, World
 from fedprompt.methods import fedpr
 from fedprompt.methods.fedpr import FedPR
 
@@ -25,7 +25,7 @@ def world_of(width: int, blocks: int = 2) -> World:
 
 
 def client_in(round: int) -> Client:
-    return Client(0, "k", round, 4, torch.tensor([2, 2]), lambda params: 0.0, lambda purpose: torch.Generator())
+    return Client(0, "k", round, 4, torch.tensor([2, 2]), lambda params: 0.0, lambda purpose: seeded())
 
 
 def random_prompt(*shape: int, seed: int = 0) -> Tensor:

@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from support import experiment, local_tensors, run, shared_tensors, worst_difference
+from support import experiment, local_tensors, run, seeded, shared_tensors, worst_difference
 from text_methods import on_clip, run_on_clip, runtime_of, working_parameters
 from torch import Tensor
 
-from fedprompt import registry
-from fedprompt.backbones.dual import DualEncoder
+from fedprompt.backbones.dual_encoder import DualEncoder
+from fedprompt.core import registry
+from fedprompt.core.method import Batch, Client, Seen, World
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError
-from fedprompt.method import Batch, Client, Seen, World
 from fedprompt.methods.fedtpg import GENERATOR, KNOWN, NAMES, FedTPG
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.roles import Roles, Tensors
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -34,7 +36,7 @@ def context_of(method: FedTPG, world: World, params: Tensors) -> Tensor:
 
 def client_with(counts: Sequence[int]) -> Client:
     held = torch.tensor(counts)
-    return Client(0, "someone", 1, int(held.sum()), held, lambda params: 0.0, lambda purpose: torch.Generator())
+    return Client(0, "someone", 1, int(held.sum()), held, lambda params: 0.0, lambda purpose: seeded())
 
 
 def test_the_context_is_made_of_the_names_a_client_holds(settings: Any) -> None:
@@ -42,7 +44,7 @@ def test_the_context_is_made_of_the_names_a_client_holds(settings: Any) -> None:
     _, world = runtime_of(settings, method)
     params = method.begin(world, client_with([3, 0, 0, 1, 0]), world.roles.shared, {})
     assert params[KNOWN].tolist() == [1, 0, 0, 1, 0]
-    assert torch.equal(params[NAMES], world.text.said("a photo of a"))
+    assert torch.equal(params[NAMES], world.text.encode_words("a photo of a"))
     made = context_of(method, world, params)
     assert made.shape == (4, world.text.width)
     alike = method.begin(world, client_with([1, 0, 0, 9, 0]), world.roles.shared, {})
@@ -75,7 +77,7 @@ def test_clients_of_disjoint_classes_get_contexts_of_their_own(settings: Any) ->
 def test_another_order_of_the_classes_reorders_the_logits_and_nothing_else(settings: Any) -> None:
     method = FedTPG()
     made = experiment(on_clip(settings, "order"), method)
-    _, _, backbone, world = made.prepare()
+    _, _, backbone, world = made.factory.prepare()
     assert isinstance(backbone, DualEncoder)
     order, counts = [3, 0, 4, 1, 2], [2, 0, 1, 0, 3]
     names = tuple(world.class_names[number] for number in order)
@@ -107,7 +109,7 @@ def test_the_whole_generator_travels_and_nothing_stays(settings: Any) -> None:
 class Silent(FedTPG):
     """Queries pass through: what is added to them begins at zero, and stays there with a learning rate of zero."""
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         made = super().init(world, generator).shared
         silent = ("attention.output", "feed_forward.out")
         return Roles(
@@ -130,7 +132,7 @@ def test_queries_may_begin_as_words_and_names_may_stand_alone(settings: Any) -> 
     assert torch.equal(world.roles.shared[GENERATOR + "queries"], world.text.words("a photo of a"))
     names = working_parameters(runtime)[NAMES]
     torch.testing.assert_close(names.norm(dim=-1), torch.ones(5))
-    assert float((names - world.text.said("a photo of a")).abs().max()) > 1e-2
+    assert float((names - world.text.encode_words("a photo of a")).abs().max()) > 1e-2
 
 
 def test_a_held_out_client_takes_the_generator_as_it_comes(settings: Any) -> None:

@@ -11,11 +11,11 @@ import torch
 from naive import NaiveVPT, naive_local_training
 from support import experiment, local_tensors, run, shared_tensors, worst_difference
 
-from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import step_loss
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.streams import stream
+from fedprompt.client.step import step_loss
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.data.cache.pixel_store import ImageStore, normalise
+from fedprompt.features.image_bank import ImageBank
+from fedprompt.random_streams import stream
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +35,7 @@ def vit_settings(settings: Any, folder: Path) -> Any:
 def orders(seed: int, round: int, client: int, size: int) -> Iterator[torch.Tensor]:
     generator = stream(seed, round, client, "batches.local")
     for _ in range(EPOCHS):
-        yield from torch.randperm(size, generator=generator).split(BATCH)
+        yield from generator.permutation(size).split(BATCH)
 
 
 @pytest.mark.parametrize("method", ["fedvpt", "fedvpt_deep"])
@@ -47,11 +47,11 @@ def test_two_rounds_equal_the_naive_implementation(vit_settings: Any, folder: Pa
         method={"name": method, "head": head, "prompt_tokens": 3}, federation={"rounds": 2, "fraction": 0.5}
     )
     made = experiment(values)
-    source, manifest, _, world = made.prepare()
+    source, manifest, _, world = made.factory.prepare()
     done = run(values)
 
     naive = NaiveVPT(ViTModel.from_pretrained(folder, add_pooling_layer=False).eval())
-    store = ImageStore(source, 16, "squash", made.cache)
+    store = ImageStore(source, 16, "squash", made.factory.cache)
     start = {**world.roles.shared, **world.roles.local}
     prompt, weight, bias = start["prompt"], start["head.weight"], start["head.bias"]
     heads = dict.fromkeys(range(world.clients), (weight, bias))
@@ -88,8 +88,8 @@ def test_the_gradient_of_a_step_equals_the_naive_one(vit_settings: Any, folder: 
     from transformers import ViTModel
 
     made = experiment(vit_settings(method={"name": method, "prompt_tokens": 3}))
-    source, manifest, backbone, world = made.prepare()
-    bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.cache), backbone)
+    source, manifest, backbone, world = made.factory.prepare()
+    bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.factory.cache), backbone)
     images = bank.images(0, "train")
     params = {name: t.clone() for name, t in {**world.roles.shared, **world.roles.local}.items()}
     params["head.weight"] = torch.randn(params["head.weight"].shape, generator=torch.Generator().manual_seed(1))
@@ -114,8 +114,8 @@ def test_without_prompt_tokens_the_features_are_those_of_transformers(vit_settin
     from transformers import ViTModel
 
     made = experiment(vit_settings(method={"name": "fedvpt_deep", "prompt_tokens": 0}))
-    source, manifest, backbone, world = made.prepare()
-    bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.cache), backbone)
+    source, manifest, backbone, world = made.factory.prepare()
+    bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.factory.cache), backbone)
     tokens = bank.images(0, "train").tokens(torch.arange(5))
     given = made.method.prompts(world, world.roles.shared, None, {})  # type: ignore[arg-type]
     vit = ViTModel.from_pretrained(folder, add_pooling_layer=False).eval()
@@ -141,13 +141,13 @@ def test_a_federation_of_one_client_is_centralised_training_bit_for_bit(settings
         train={"momentum": 0.0},
     )
     made = experiment(values)
-    source, manifest, backbone, world = made.prepare()
-    bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.cache), backbone)
+    source, manifest, backbone, world = made.factory.prepare()
+    bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.factory.cache), backbone)
     images = bank.images(0, "train")
     params = dict(world.roles.shared)
     for round in (1, 2, 3):
         generator = stream(0, round, 0, "batches.local")
-        for positions in torch.randperm(len(images), generator=generator).split(8):
+        for positions in generator.permutation(len(images)).split(8):
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
             loss = step_loss(made.method, world, leaves, images, positions, {})
             grads = torch.autograd.grad(loss, list(leaves.values()))

@@ -13,18 +13,18 @@ from support import experiment, local_tensors, run, server_tensors, shared_tenso
 from torch import Tensor
 from transformers import ViTModel
 
-from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank, Images
-from fedprompt.engines.step import look, make_batch, step_loss
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import forward, make_batch, step_loss
+from fedprompt.core.method import Batch, Server, World
+from fedprompt.data.cache.pixel_store import ImageStore, normalise
 from fedprompt.errors import ConfigError
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import Batch, Server, World
+from fedprompt.features.image_bank import ImageBank, Images
 from fedprompt.methods.fedvpt import FedVPTDeep
 from fedprompt.methods.flow import Flow
-from fedprompt.prompts.heads import NAMES
-from fedprompt.roles import Tensors
-from fedprompt.streams import stream
+from fedprompt.modules.heads import NAMES
+from fedprompt.random_streams import stream
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -43,8 +43,10 @@ def plain(settings: Any) -> Any:
 
 def runtime_of(values: dict[str, Any]) -> tuple[World, Flow, ClientRuntime]:
     made = experiment(values)
-    source, manifest, backbone, world = made.prepare()
-    bank = ImageBank(source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone)
+    source, manifest, backbone, world = made.factory.prepare()
+    bank = ImageBank(
+        source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.factory.cache), backbone
+    )
     states = ClientStates(lambda client: None)
     assert isinstance(made.method, Flow)
     return world, made.method, ClientRuntime(made.config, world, made.method, bank, states, source.domain_names)
@@ -70,7 +72,7 @@ def decided(world: World, images: Images) -> Tensors:
 def logits_of(method: FedVPTDeep, world: World, params: Tensors, images: Images, training: bool = False) -> Tensor:
     positions = torch.arange(10)
     batch = make_batch(method, images, positions, training=training)
-    return method.logits(world, params, look(method, world, params, images, positions, batch, {}), batch, {})
+    return method.logits(world, params, forward(method, world, params, images, positions, batch, {}), batch, {})
 
 
 @pytest.mark.parametrize("routing", ["soft", "hard"])
@@ -146,7 +148,7 @@ def test_every_image_is_routed_by_itself(plain: Any) -> None:
     together = logits_of(method, world, params, images)
     for position in range(10):
         batch = make_batch(method, images, torch.tensor([position]), training=False)
-        seen = look(method, world, params, images, torch.tensor([position]), batch, {})
+        seen = forward(method, world, params, images, torch.tensor([position]), batch, {})
         alone = method.logits(world, params, seen, batch, {})
         torch.testing.assert_close(alone[0], together[position], atol=1e-5, rtol=1e-5)
 
@@ -226,7 +228,7 @@ def test_a_round_equals_a_naive_one(vit_settings: Any, tmp_path: Path) -> None:
     for client in done.rounds()[-1].cohort:
         images = runtime.bank.images(client, "train")
         pixels, labels, size = pixels_of(images), images.labels, len(images)
-        order = torch.randperm(size, generator=stream(0, 0, client, "shares"))
+        order = stream(0, 0, client, "shares").permutation(size)
         params = {**world.roles.shared, "local_copy.prompt": world.roles.shared["prompt"]}
         halves = (
             ("local_copy", order[: size // 2], ("local_copy.prompt", *NAMES)),
@@ -237,7 +239,7 @@ def test_a_round_equals_a_naive_one(vit_settings: Any, tmp_path: Path) -> None:
             ),
         )
         for stage, half, trainable in halves:
-            shuffled = torch.randperm(len(half), generator=stream(0, 1, client, f"batches.{stage}"))
+            shuffled = stream(0, 1, client, f"batches.{stage}").permutation(len(half))
             for positions in shuffled.split(8):
                 leaves = {name: params[name].detach().requires_grad_() for name in trainable}
                 rows = half[positions]
@@ -298,18 +300,18 @@ def test_an_evaluation_makes_the_local_copy_anew_on_the_first_half(plain: Any, r
     received = lively(world)
     del received["local_copy.prompt"]
     images, test = runtime.bank.images(1, "train"), runtime.bank.images(1, "test")
-    half = torch.randperm(len(images), generator=stream(0, 0, 1, "shares"))[: len(images) // 2]
+    half = stream(0, 0, 1, "shares").permutation(len(images))[: len(images) // 2]
     generator = stream(0, 1, 1, "adaptation.batches.local_copy")
     tuned = {name: received[name] for name in ("prompt", *NAMES)}
     for _ in range(2):
-        for positions in torch.randperm(len(half), generator=generator).split(8):
+        for positions in generator.permutation(len(half)).split(8):
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in tuned.items()}
             loss = step_loss(FedVPTDeep(), world, leaves, images, half[positions], {})
             grads = torch.autograd.grad(loss, list(leaves.values()))
             tuned = {name: tuned[name] - 0.2 * g for name, g in zip(leaves, grads, strict=True)}
     params = {**received, **tuned, "prompt": received["prompt"], "local_copy.prompt": tuned["prompt"]}
     batch = make_batch(method, test, torch.arange(len(test)), training=False)
-    seen = look(method, world, params, test, torch.arange(len(test)), batch, {})
+    seen = forward(method, world, params, test, torch.arange(len(test)), batch, {})
     expected = torch.nn.functional.cross_entropy(method.logits(world, params, seen, batch, {}), test.labels)
     found = runtime.evaluate(1, 1, received)
     assert found.nll / len(test) == pytest.approx(expected.item(), abs=1e-4)

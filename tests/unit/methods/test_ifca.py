@@ -9,20 +9,20 @@ import pytest
 import torch
 from support import experiment, local_tensors, run, server_tensors, shared_tensors, worst_difference
 
-from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import step_loss
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import step_loss
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.core.method import Client, Server, Upload, World
+from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.errors import ConfigError
+from fedprompt.features.image_bank import ImageBank
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import Client, Server, Upload, World
 from fedprompt.methods.fedvpt import FedVPTDeep
 from fedprompt.methods.ifca import IFCA
-from fedprompt.prompts.heads import NAMES
-from fedprompt.roles import Tensors, prefixed, stripped
-from fedprompt.streams import stream
+from fedprompt.modules.heads import NAMES
+from fedprompt.random_streams import stream
+from fedprompt.tensors import Tensors, prefixed, stripped
 
 pytestmark = pytest.mark.unit
 
@@ -31,8 +31,10 @@ SEVERAL = {"name": "ifca", "prompt_tokens": 2, "clusters": 3}
 
 def runtime_of(values: dict[str, Any]) -> tuple[World, IFCA, ClientRuntime]:
     made = experiment(values)
-    source, manifest, backbone, world = made.prepare()
-    bank = ImageBank(source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone)
+    source, manifest, backbone, world = made.factory.prepare()
+    bank = ImageBank(
+        source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.factory.cache), backbone
+    )
     states = ClientStates(lambda client: None)
     assert isinstance(made.method, IFCA)
     return world, made.method, ClientRuntime(made.config, world, made.method, bank, states, source.domain_names)
@@ -202,14 +204,12 @@ def test_three_rounds_equal_a_loop_written_out(settings: Any) -> None:
         for client in sample_cohort(0, round, range(world.clients), 0.75):
             images = runtime.bank.images(client, "train")
             losses = [step_loss(plain, world, each, images, torch.arange(len(images)), {}).item() for each in sets]
-            if losses[0] == losses[1]:
-                chosen = int(torch.randint(2, (1,), generator=stream(0, round, client, "cluster")))
-            else:
-                chosen = int(losses[1] < losses[0])
+            tie = stream(0, round, client, "cluster").integer(2)
+            chosen = tie if losses[0] == losses[1] else int(losses[1] < losses[0])
             visited.add(chosen)
             params = sets[chosen]
             generator = stream(0, round, client, "batches.local")
-            for positions in torch.randperm(len(images), generator=generator).split(8):
+            for positions in generator.permutation(len(images)).split(8):
                 leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
                 loss = step_loss(plain, world, leaves, images, positions, {})
                 grads = torch.autograd.grad(loss, list(leaves.values()))

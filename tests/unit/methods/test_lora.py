@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from support import experiment, local_tensors, run, server_tensors, shared_tensors, worst_difference
+from support import experiment, local_tensors, run, seeded, server_tensors, shared_tensors, worst_difference
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.images import ImageBank, Images
-from fedprompt.engines.step import look, make_batch, step_loss
+from fedprompt.client.step import forward, make_batch, step_loss
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.core.method import Batch, Client, Method, Seen, Server, Upload, World
+from fedprompt.data.cache.pixel_store import ImageStore, normalise
 from fedprompt.errors import ConfigError
+from fedprompt.features.image_bank import ImageBank, Images
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.method import Batch, Client, Method, Seen, Server, Upload, World
 from fedprompt.methods.fedlora import FedLoRA
 from fedprompt.methods.ffa_lora import FFALoRA
 from fedprompt.methods.flora import FLoRA
-from fedprompt.prompts.lora import attention_changes, initial_factors, product, stacked
-from fedprompt.roles import Tensors
-from fedprompt.streams import stream
+from fedprompt.modules.lora import attention_changes, initial_factors, product, stacked
+from fedprompt.random_streams import stream
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -54,7 +54,7 @@ class NaiveLoRA:
 
     folder: Path
     targets: Sequence[str] = ("q", "v")
-    first: int = 0  #: block that the first factors belong to
+    first: int = 0  # block that the first factors belong to
 
     def __post_init__(self) -> None:
         from transformers import ViTModel
@@ -79,7 +79,7 @@ def pixels(store: ImageStore, indices: Any) -> Tensor:
 
 def bank_of(made: Any, prepared: Any) -> ImageBank:
     source, manifest, backbone, _ = prepared
-    return ImageBank(source, manifest, ImageStore(source, 16, "squash", made.cache), backbone)
+    return ImageBank(source, manifest, ImageStore(source, 16, "squash", made.factory.cache), backbone)
 
 
 def starting_params(method: Method, world: World, index: int = 0) -> Tensors:
@@ -93,7 +93,7 @@ def starting_params(method: Method, world: World, index: int = 0) -> Tensors:
 
 
 def client(index: int) -> Client:
-    return Client(index, str(index), 1, 10, torch.ones(5), lambda params: 0.0, lambda purpose: torch.Generator())
+    return Client(index, str(index), 1, 10, torch.ones(5), lambda params: 0.0, lambda purpose: seeded())
 
 
 # the forward pass and its gradient
@@ -106,7 +106,7 @@ def test_the_loss_and_gradient_of_a_step_equal_the_naive_ones(
 ) -> None:
     method = replace(METHODS[name], targets=targets)
     made = experiment(vit_settings(), method)
-    prepared = made.prepare()
+    prepared = made.factory.prepare()
     images, world = bank_of(made, prepared).images(0, "train"), prepared[-1]
     params = starting_params(method, world)
     merged = None
@@ -135,7 +135,7 @@ def test_behind_a_stem_the_first_factors_belong_to_the_first_block_prompts_can_r
 ) -> None:
     method = METHODS["fedlora"]
     made = experiment(vit_settings(backbone={"stem": 1}), method)
-    prepared = made.prepare()
+    prepared = made.factory.prepare()
     images, world = bank_of(made, prepared).images(0, "train"), prepared[-1]
     params = starting_params(method, world)
     assert params["lora.a"].shape == (2, 2, 3, 32)
@@ -150,14 +150,14 @@ def seen_by(method: Method, world: World, params: Tensors, images: Images, count
     positions = torch.arange(count)
     batch = make_batch(method, images, positions, training=False)
     with torch.no_grad():
-        return look(method, world, params, images, positions, batch, {})
+        return forward(method, world, params, images, positions, batch, {})
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_with_b_zero_the_head_reads_the_frozen_features_of_head_tune(settings: Any, name: str) -> None:
     method = METHODS[name]
     made = experiment(settings(), method)
-    prepared = made.prepare()
+    prepared = made.factory.prepare()
     images, world = bank_of(made, prepared).images(0, "train"), prepared[-1]
     params = starting_params(method, world)
     changed = seen_by(method, world, params, images).cls
@@ -175,7 +175,7 @@ def test_with_b_zero_the_head_reads_the_frozen_features_of_head_tune(settings: A
 def test_a_change_of_depth_one_touches_only_the_first_block(name: str) -> None:
     method = replace(METHODS[name], depth=1)
     world = replace(VIT_B, width=8, blocks=3)
-    world = replace(world, roles=method.init(world, torch.Generator().manual_seed(0)))
+    world = replace(world, roles=method.init(world, seeded()))
     given = method.prompts(world, starting_params(method, world), Batch(torch.zeros(1)), {})
     assert set(given.weights) == {"blocks.0.attention.in.weight"}
     assert not given.vision
@@ -191,7 +191,7 @@ def test_changes_lie_on_the_rows_of_their_projection() -> None:
 
 
 def test_a_starts_uniform_within_one_over_the_root_of_the_width_and_b_at_zero() -> None:
-    a, b = initial_factors(12, 2, 8, 768, torch.Generator().manual_seed(0))
+    a, b = initial_factors(12, 2, 8, 768, seeded())
     reference = torch.empty(8, 768)
     nn.init.kaiming_uniform_(reference, a=5**0.5)
     assert a.abs().max() <= 768**-0.5
@@ -213,7 +213,7 @@ def test_a_starts_uniform_within_one_over_the_root_of_the_width_and_b_at_zero() 
     ],
 )
 def test_the_values_a_client_with_a_vit_b_sends_up(method: FedLoRA, count: int) -> None:
-    roles = method.init(VIT_B, torch.Generator().manual_seed(0))
+    roles = method.init(VIT_B, seeded())
     sent = sum(tensor.numel() for tensor in roles.shared.values())
     assert sent + sum(torch.Size(statistic.shape).numel() for statistic in roles.stat.values()) == count
 
@@ -244,7 +244,7 @@ class NaiveFederation:
         optimiser = torch.optim.SGD(trained, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
         generator = stream(0, round, who, "batches.local")
         for _ in range(EPOCHS):
-            for positions in torch.randperm(len(images), generator=generator).split(BATCH):
+            for positions in generator.permutation(len(images)).split(BATCH):
                 logits = self.naive.cls(images[positions], a, b, scale, merged) @ weight.T + bias
                 loss = nn.functional.cross_entropy(logits, labels[positions])
                 optimiser.zero_grad()
@@ -260,9 +260,9 @@ def test_two_rounds_equal_the_naive_implementation(vit_settings: Any, folder: Pa
         method={"name": name, "rank": 3, "alpha": 6.0}, federation={"rounds": 2, "fraction": 0.5}, name=name
     )
     made = experiment(values)
-    source, manifest, _, world = made.prepare()
+    source, manifest, _, world = made.factory.prepare()
     done = run(values)
-    store = ImageStore(source, 16, "squash", made.cache)
+    store = ImageStore(source, 16, "squash", made.factory.cache)
     start = {**world.roles.shared, **world.roles.local}["lora.a"]
     federation = NaiveFederation(NaiveLoRA(folder), world, start, train_a=name == "fedlora")
     a = start
@@ -289,9 +289,9 @@ def test_two_rounds_of_flora_with_two_ranks_equal_the_naive_implementation(vit_s
     ranks = (2, 4)
     values = vit_settings(method={"name": "flora", "ranks": list(ranks), "alpha": 6.0})
     made = experiment(values)
-    source, manifest, _, world = made.prepare()
+    source, manifest, _, world = made.factory.prepare()
     done = run(values)
-    store = ImageStore(source, 16, "squash", made.cache)
+    store = ImageStore(source, 16, "squash", made.factory.cache)
     merged = torch.zeros(3, 2, 32, 32)
     federation = NaiveFederation(NaiveLoRA(folder), world, torch.zeros(3, 2, 4, 32), train_a=True)
     sizes = [len(holder.train) for holder in manifest.clients]
@@ -318,11 +318,11 @@ def test_a_federation_of_one_client_is_centralised_training_bit_for_bit(settings
         train={"momentum": 0.0},
     )
     made = experiment(values)
-    prepared = made.prepare()
+    prepared = made.factory.prepare()
     images, world = bank_of(made, prepared).images(0, "train"), prepared[-1]
     params = {**world.roles.shared, **world.roles.local}
     for round in (1, 2, 3):
-        for positions in torch.randperm(len(images), generator=stream(0, round, 0, "batches.local")).split(8):
+        for positions in stream(0, round, 0, "batches.local").permutation(len(images)).split(8):
             leaves = {key: params[key].detach().requires_grad_() for key in world.roles.shared}
             loss = step_loss(made.method, world, {**params, **leaves}, images, positions, {})
             grads = torch.autograd.grad(loss, list(leaves.values()))
@@ -357,7 +357,7 @@ PAIR = {"lora.a": (2, 2, 3, 8), "lora.b": (2, 2, 8, 3)}
 
 def of_width_8(method: FedLoRA) -> World:
     world = replace(VIT_B, width=8, blocks=2)
-    return replace(world, roles=method.init(world, torch.Generator().manual_seed(0)))
+    return replace(world, roles=method.init(world, seeded()))
 
 
 def test_fedlora_averages_each_factor_which_is_not_the_average_change() -> None:
@@ -439,7 +439,7 @@ def test_a_stack_has_the_summed_rank_and_the_summed_product() -> None:
 
 def test_the_frozen_factor_of_ffa_lora_is_the_same_everywhere_and_never_travels(settings: Any) -> None:
     values = settings(method={"name": "ffa_lora", "rank": 2}, federation={"rounds": 3}, train={"weight_decay": 0.1})
-    _, _, _, world = experiment(values).prepare()
+    _, _, _, world = experiment(values).factory.prepare()
     done = run(values)
     assert set(shared_tensors(done)) == {"lora.b"}
     assert shared_tensors(done)["lora.b"].any()
@@ -487,10 +487,7 @@ def test_the_pair_is_the_same_for_every_client_of_a_round_and_new_in_the_next() 
 def test_another_seed_of_the_run_gives_other_pairs() -> None:
     method = METHODS["flora"]
     world = replace(VIT_B, width=8, blocks=2)
-    sent = [
-        method.download(world, Server({}, method.init(world, torch.Generator().manual_seed(seed)).server), 0)["sent.a"]
-        for seed in (0, 1)
-    ]
+    sent = [method.download(world, Server({}, method.init(world, seeded(seed)).server), 0)["sent.a"] for seed in (0, 1)]
     assert not torch.equal(*sent)
 
 
@@ -498,7 +495,7 @@ def test_merging_leaves_the_predictions_of_a_lone_client_as_they_were(settings: 
     """What one client trained is what the server merges: the features before and after the round's end are the same."""
     method = METHODS["flora"]
     made = experiment(settings(), method)
-    prepared = made.prepare()
+    prepared = made.factory.prepare()
     images, world = bank_of(made, prepared).images(0, "train"), prepared[-1]
     params = starting_params(method, world)
     upload = Upload(0, {name: params[name] for name in ("lora.a", "lora.b")}, 1.0)
@@ -595,7 +592,7 @@ def test_evaluation_after_local_training_uses_the_trained_pair(settings: Any) ->
 )
 def test_settings_that_cannot_work_are_refused(settings: Any, method: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        experiment(settings(method=method)).prepare()
+        experiment(settings(method=method)).factory.prepare()
 
 
 def test_settings_come_from_a_config_as_they_are_written(settings: Any) -> None:

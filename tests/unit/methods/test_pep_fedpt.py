@@ -12,23 +12,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import NaiveVPT, as_tensor
-from support import content, experiment, local_tensors, run, server_tensors, shared_tensors, worst_difference
+from support import content, experiment, local_tensors, run, seeded, server_tensors, shared_tensors, worst_difference
 from torch import Tensor
 
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import forward, make_batch, step_loss
 from fedprompt.config import TrainConfig
-from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import look, make_batch, step_loss
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.core.method import Batch, Client, Server, Upload, World
+from fedprompt.core.registry import build
+from fedprompt.data.cache.pixel_store import ImageStore, normalise
 from fedprompt.errors import ConfigError
+from fedprompt.features.image_bank import ImageBank
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import Batch, Client, Server, Upload, World
 from fedprompt.methods.pep_fedpt import PEPFedPT
-from fedprompt.registry import build
-from fedprompt.roles import Tensors
-from fedprompt.streams import stream
+from fedprompt.random_streams import stream
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -39,7 +39,7 @@ CLASSES, WIDTH = 4, 6
 def make_world(method: PEPFedPT, **changes: Any) -> World:
     names = tuple(f"class {number}" for number in range(CLASSES))
     world = World(WIDTH, 3, 5, 4, names, ("a", "b", "c"), **changes)
-    return replace(world, roles=method.init(world, torch.Generator().manual_seed(0)))
+    return replace(world, roles=method.init(world, seeded()))
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -196,7 +196,7 @@ def test_a_query_keeps_its_length_if_asked_to() -> None:
 
 def make_client(index: int, counts: list[float]) -> Client:
     tensor = torch.tensor(counts)
-    return Client(index, "k", 1, int(tensor.sum()), tensor, lambda params: 0.0, lambda purpose: torch.Generator())
+    return Client(index, "k", 1, int(tensor.sum()), tensor, lambda params: 0.0, lambda purpose: seeded())
 
 
 def test_the_prior_is_the_smoothed_share_of_a_clients_classes() -> None:
@@ -333,7 +333,7 @@ def test_clients_are_asked_for_no_more_statistics_than_are_used(query: Any, weig
 def test_what_is_communicated_at_the_size_of_cifar_100_on_vit_b_16() -> None:
     world = World(768, 12, 197, 16, tuple(map(str, range(100))), tuple(map(str, range(100))))
     method = PEPFedPT()
-    roles = method.init(world, torch.Generator().manual_seed(0))
+    roles = method.init(world, seeded())
     sizes = {name: tensor.numel() for name, tensor in roles.shared.items()}
     assert sizes["shared_prompt"] == 7_680
     assert sizes["class_prompts"] == 76_800
@@ -401,7 +401,7 @@ def test_an_inline_query_can_be_mapped_over_clients_whatever_each_of_them_lacks(
 def test_the_prior_stays_with_its_client_and_never_changes(settings: Any) -> None:
     partition = {"scheme": "classes", "clients": 4, "classes_per_client": 2}
     values = settings(method={"name": "pep_fedpt"}, partition=partition, train={"weight_decay": 0.1})
-    source, manifest, _, world = experiment(values).prepare()
+    source, manifest, _, world = experiment(values).factory.prepare()
     done = run(values)
     for client, holder in enumerate(manifest.clients):
         counts = torch.bincount(torch.from_numpy(source.labels[holder.train]), minlength=world.classes)
@@ -450,7 +450,7 @@ def test_shared_prompts_may_start_at_zero_and_so_may_class_prompts() -> None:
 )
 def test_blocks_that_do_not_fit_are_refused(settings: Any, blocks: list[int], query: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        experiment(settings(method={"name": "pep_fedpt", "class_blocks": blocks, "query": query})).prepare()
+        experiment(settings(method={"name": "pep_fedpt", "class_blocks": blocks, "query": query})).factory.prepare()
 
 
 @pytest.mark.parametrize(
@@ -535,13 +535,13 @@ class NaivePEP:
 
 def pixels_of(source: Any, manifest: Any, made: Any, client: int) -> tuple[Tensor, Tensor]:
     indices = manifest.clients[client].train
-    pixels = ImageStore(source, 16, "squash", made.cache).pixels(indices)
+    pixels = ImageStore(source, 16, "squash", made.factory.cache).pixels(indices)
     images = normalise(pixels, (0.5,) * 3, (0.5,) * 3, torch.float32, torch.device("cpu"))
     return images, torch.from_numpy(source.labels[indices])
 
 
 def batches(round: int, client: int, size: int) -> Iterator[Tensor]:
-    yield from torch.randperm(size, generator=stream(0, round, client, "batches.local")).split(BATCH)
+    yield from stream(0, round, client, "batches.local").permutation(size).split(BATCH)
 
 
 def sums_by_class(queries: list[Tensor], labels: Tensor) -> dict[int, tuple[Tensor, int]]:
@@ -574,7 +574,7 @@ def test_two_rounds_equal_the_naive_implementation(vit_settings: Any, naive: Nai
         method={"name": "pep_fedpt", "shared_tokens": 3, **chosen}, federation={"rounds": 2, "fraction": 0.5}
     )
     made = experiment(values)
-    source, manifest, _, world = made.prepare()
+    source, manifest, _, world = made.factory.prepare()
     done = run(values)
     assert isinstance(made.method, PEPFedPT)
     reference, inline = NaivePEP(naive, made.method), chosen["query"] == "inline"
@@ -638,8 +638,10 @@ def test_two_rounds_equal_the_naive_implementation(vit_settings: Any, naive: Nai
 
 def runtime_of(values: dict[str, Any]) -> tuple[ClientRuntime, World, PEPFedPT]:
     made = experiment(values)
-    source, manifest, backbone, world = made.prepare()
-    bank = ImageBank(source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone)
+    source, manifest, backbone, world = made.factory.prepare()
+    bank = ImageBank(
+        source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.factory.cache), backbone
+    )
     runtime = ClientRuntime(made.config, world, made.method, bank, ClientStates(lambda client: None), ("a",))
     assert isinstance(made.method, PEPFedPT)
     return runtime, world, made.method
@@ -676,7 +678,7 @@ def test_an_inline_query_is_the_row_that_enters_the_class_block_and_passes_no_gr
         loss = step_loss(step, world, {**params, "shared_prompt": leaf}, images, positions, {})
         return torch.autograd.grad(loss, [leaf])[0]
 
-    seen = look(method, world, params, images, positions, make_batch(method, images, positions, training=True), {})
+    seen = forward(method, world, params, images, positions, make_batch(method, images, positions, training=True), {})
 
     class Constant(PEPFedPT):
         def class_weights(self, query: Tensor, prototypes: Tensor, known: Tensor, prior: Tensor) -> Tensor:

@@ -13,19 +13,19 @@ from naive import NaiveVPT, naive_vit
 from support import experiment, local_tensors, run, shared_tensors, worst_difference
 from torch import Tensor
 
-from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import step_loss
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import step_loss
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.core.method import World
+from fedprompt.data.cache.pixel_store import ImageStore, normalise
 from fedprompt.errors import ConfigError
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import World
+from fedprompt.features.image_bank import ImageBank
 from fedprompt.methods.fedvpt import FedVPTDeep
 from fedprompt.methods.per_fedavg import OneByOne, PerFedAvg
-from fedprompt.prompts.heads import NAMES
-from fedprompt.roles import Tensors
-from fedprompt.streams import stream
+from fedprompt.modules.heads import NAMES
+from fedprompt.random_streams import stream
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -46,8 +46,10 @@ def plain(settings: Any) -> Any:
 
 def runtime_of(values: dict[str, Any]) -> tuple[World, ClientRuntime]:
     made = experiment(values)
-    source, manifest, backbone, world = made.prepare()
-    bank = ImageBank(source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone)
+    source, manifest, backbone, world = made.factory.prepare()
+    bank = ImageBank(
+        source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.factory.cache), backbone
+    )
     states = ClientStates(lambda client: None)
     return world, ClientRuntime(made.config, world, made.method, bank, states, source.domain_names)
 
@@ -55,7 +57,7 @@ def runtime_of(values: dict[str, Any]) -> tuple[World, ClientRuntime]:
 def orders(purpose: str, round: int, client: int, size: int, epochs: int, batch: int = 8) -> Iterator[Tensor]:
     generator = stream(0, round, client, purpose)
     for _ in range(epochs):
-        yield from torch.randperm(size, generator=generator).split(batch)
+        yield from generator.permutation(size).split(batch)
 
 
 @pytest.mark.parametrize("head", ["local", "shared"])
@@ -72,8 +74,8 @@ def test_two_rounds_equal_a_naive_first_order_meta_learner(plain: Any, tmp_path:
         federation={"rounds": 2, "fraction": 0.5, "evaluate_every": 2, "evaluate_last": 0},
     )
     made = experiment(values)
-    source, manifest, _, world = made.prepare()
-    store, model = ImageStore(source, 16, "squash", made.cache), NaiveVPT(vit)
+    source, manifest, _, world = made.factory.prepare()
+    store, model = ImageStore(source, 16, "squash", made.factory.cache), NaiveVPT(vit)
     start = {**world.roles.shared, **world.roles.local}
     common, heads = dict(start), {client: {name: start[name] for name in NAMES} for client in range(4)}
     steps = 0

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import experiment, local_tensors, run, shared_tensors
+from support import experiment, local_tensors, run, seeded, shared_tensors
 from torch import Tensor
 
-from fedprompt.backbones.tiny import random_vit
+from fedprompt.backbones.random_weights import random_vit
+from fedprompt.core.method import Batch, Client, Method, Seen, World
 from fedprompt.errors import ConfigError
-from fedprompt.method import Batch, Client, Method, Seen, World
 from fedprompt.methods.fedvpt import FedVPTDeep
 from fedprompt.methods.pfedbayespt import PFedBayesPT, PFedBayesPTD, PFedBayesPTG
-from fedprompt.roles import Tensors
+from fedprompt.tensors import Tensors
 
 WORLD = World(768, 12, 197, 16, tuple(map(str, range(10))), ("a", "b"))
 VIT = random_vit()
@@ -28,13 +28,13 @@ def small_world() -> World:
 
 
 def client(round: int = 1) -> Client:
-    return Client(0, "a", round, 5, torch.tensor([5, 0, 0]), lambda params: 0.0, lambda purpose: torch.Generator())
+    return Client(0, "a", round, 5, torch.tensor([5, 0, 0]), lambda params: 0.0, lambda purpose: seeded())
 
 
 def ready(method: Method, round: int = 1) -> tuple[World, Tensors]:
     """Working parameters with a head that lets gradients through."""
     world = small_world()
-    roles = method.init(world, torch.Generator().manual_seed(0))
+    roles = method.init(world, seeded())
     params = method.begin(replace(world, roles=roles), client(round), roles.shared, roles.local)
     generator = torch.Generator().manual_seed(1)
     head = {name: 0.1 * torch.randn(params[name].shape, generator=generator) for name in ("head.weight", "head.bias")}
@@ -54,7 +54,7 @@ def step(
     features = {need: inputs[:, : int(need.partition(":")[2] or len(VIT.weights))] for need in method.needs}
     batch = Batch(torch.tensor([0, 1, 2, 0]), features, training=training)
     if noise is None:
-        noise = method.noise(world, 4, training, torch.Generator().manual_seed(3))
+        noise = method.noise(world, 4, training, seeded(3))
     given = method.prompts(world, params, batch, noise)
     seen = Seen(**VIT.run(tokens.repeat(given.repeat, 1, 1), given.vision), extra=given.extra)
     return seen, batch, noise
@@ -72,7 +72,7 @@ def predicted(method: Method, world: World, params: Tensors, noise: Tensors | No
 
 @pytest.mark.parametrize(("hidden", "count"), [(0, 23_184), (64, 324_120)])
 def test_encoder_parameters_for_vit_b16(hidden: int, count: int) -> None:
-    roles = PFedBayesPT(encoder_hidden=hidden).init(WORLD, torch.Generator().manual_seed(0))
+    roles = PFedBayesPT(encoder_hidden=hidden).init(WORLD, seeded())
     assert sum(tensor.numel() for name, tensor in roles.shared.items() if name.startswith("encoder.")) == count
     assert roles.shared["prompt"].shape == (12, 10, 768)
 
@@ -106,7 +106,7 @@ def test_one_draw_and_no_further_samples_is_the_single_sample_elbo() -> None:
 def test_without_masks_further_samples_change_nothing() -> None:
     few, many = (PFedBayesPT(keep_probability=1.0, extra_samples=samples) for samples in (0, 3))
     world, params = ready(few)
-    noise = few.noise(world, 4, True, torch.Generator().manual_seed(3))
+    noise = few.noise(world, 4, True, seeded(3))
     more = {**noise, "masks": torch.ones(4, *noise["masks"].shape[1:])}
     torch.testing.assert_close(loss_of(few, world, params, noise), loss_of(many, world, params, more))
 
@@ -117,7 +117,7 @@ def test_the_gaussian_variant_is_the_expectation_of_the_full_one_without_masks_a
     )  # next to no noise in the likelihood, so that only the divergence is averaged
     full = PFedBayesPT(kl_weight=2.0, initial_std=1e-6, keep_probability=1.0, extra_samples=0)
     world, params = ready(gaussian)
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     values = torch.stack([loss_of(full, world, params, full.noise(world, 4, True, generator)) for _ in range(200)])
     exact = loss_of(gaussian, world, params)
     assert abs(float(values.mean() - exact)) < 3 * float(values.std()) / 200**0.5 + 1e-5
@@ -138,7 +138,7 @@ def test_without_noise_and_masks_all_three_agree_and_only_the_full_one_has_sever
 def test_predictions_use_the_mean_prompt_under_masks_and_equal_masks_give_equal_draws() -> None:
     method = PFedBayesPT(initial_std=10.0, predict_draws=3)
     world, params = ready(method)
-    noise = method.noise(world, 4, False, torch.Generator().manual_seed(1))
+    noise = method.noise(world, 4, False, seeded(1))
     assert set(noise) == {"masks"}
     draws = predicted(method, world, params, noise)
     assert draws.shape == (3, 4, 3)
@@ -150,7 +150,7 @@ def test_predictions_use_the_mean_prompt_under_masks_and_equal_masks_give_equal_
 
 def test_probabilities_are_averaged_not_logits() -> None:
     """Two draws that are sure of different classes: the mean probability is one half each, with mutual information log 2."""
-    from fedprompt.evaluation.scoring import score
+    from fedprompt.metrics.scoring import score
 
     logits = torch.tensor([[[20.0, 0.0, 14.0]], [[0.0, 20.0, 14.0]]])
     result = score(logits.softmax(-1), torch.tensor([2]), torch.zeros(1, dtype=torch.long).numpy(), ["all"])
@@ -258,7 +258,9 @@ def test_the_encoder_has_a_rate_of_its_own(settings: Any) -> None:
     frozen = {"lr": 0.05, "lrs": {"encoder.*": 0.0}}
     done = run(settings(method={"name": "pfedbayespt", "prompt_tokens": 2}, train=frozen))
     start = (
-        experiment(settings(method={"name": "pfedbayespt", "prompt_tokens": 2}, train=frozen)).prepare()[3].roles.shared
+        experiment(settings(method={"name": "pfedbayespt", "prompt_tokens": 2}, train=frozen))
+        .factory.prepare()[3]
+        .roles.shared
     )
     after = shared_tensors(done)
     assert all(torch.equal(after[name], start[name]) for name in after if name.startswith("encoder."))
@@ -287,4 +289,4 @@ def test_a_run_reports_uncertainty_over_its_draws(settings: Any) -> None:
 )
 def test_settings_that_cannot_work_are_refused(fields: dict[str, Any], message: str, settings: Any) -> None:
     with pytest.raises(ConfigError, match=message):
-        experiment(settings(method={"name": "pfedbayespt", **fields})).prepare()
+        experiment(settings(method={"name": "pfedbayespt", **fields})).factory.prepare()

@@ -8,27 +8,27 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from support import experiment, local_tensors, run, shared_tensors, worst_difference
+from support import experiment, local_tensors, run, seeded, shared_tensors, worst_difference
 from torch import Tensor, nn
 
-from fedprompt import registry
-from fedprompt.backbones.dual import DualEncoder
+from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.vit import ViT
-from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import look, make_batch, step_loss
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import forward, make_batch, step_loss
+from fedprompt.core import registry
+from fedprompt.core.method import Batch, Method, Seen, World
+from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.errors import ConfigError
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import Batch, Method, Seen, World
+from fedprompt.features.image_bank import ImageBank
+from fedprompt.methods.bases.with_local import TRAINED
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.fedmaple import FedMaPLe
 from fedprompt.methods.pfeddc import PFedDC
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.methods.with_own import TRAINED
-from fedprompt.prompts.contexts import Language
-from fedprompt.prompts.fusion import Direction
-from fedprompt.roles import Tensors, stripped
+from fedprompt.modules.contexts import Language
+from fedprompt.modules.fusion import Direction
+from fedprompt.tensors import Tensors, stripped
 
 pytestmark = pytest.mark.unit
 
@@ -38,9 +38,11 @@ GROUPS = ("global_text", "global_vision", "local_text", "local_vision", "fusion.
 
 def prepared(settings: dict[str, Any], method: Method) -> tuple[World, DualEncoder, ClientRuntime]:
     made = experiment(settings, method)
-    source, manifest, backbone, world = made.prepare()
+    source, manifest, backbone, world = made.factory.prepare()
     assert isinstance(backbone, DualEncoder)
-    bank = ImageBank(source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.cache), backbone)
+    bank = ImageBank(
+        source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.factory.cache), backbone
+    )
     states = ClientStates(lambda client: None)
     return world, backbone, ClientRuntime(made.config, world, method, bank, states, source.domain_names)
 
@@ -48,7 +50,7 @@ def prepared(settings: dict[str, Any], method: Method) -> tuple[World, DualEncod
 def logits_of(method: Method, params: Tensors, world: World, runtime: ClientRuntime) -> Tensor:
     images, positions = runtime.bank.images(0, "train"), torch.arange(6)
     batch = make_batch(method, images, positions, training=False)
-    seen = look(method, world, params, images, positions, batch, {})
+    seen = forward(method, world, params, images, positions, batch, {})
     return method.logits(world, params, seen, batch, {})
 
 
@@ -150,10 +152,10 @@ def test_without_vision_prompts_images_are_seen_as_the_dual_encoder_sees_them(
     images, positions = runtime.bank.images(0, "train"), torch.arange(6)
     batch = make_batch(method, images, positions, training=True)
     stock = backbone.run(images.tokens(positions), reads=("image",))["image"]
-    seen = look(method, world, everything(world), images, positions, batch, {})
+    seen = forward(method, world, everything(world), images, positions, batch, {})
     torch.testing.assert_close(seen.image, stock, atol=1e-6, rtol=0)
     monkeypatch.setattr(ViT, "run", lambda *_, **__: pytest.fail("the image tower ran again"))
-    look(method, world, everything(world), images, positions, batch, {})
+    forward(method, world, everything(world), images, positions, batch, {})
 
 
 @pytest.mark.parametrize("kind", ["mean", "sum", "concat"])
@@ -328,7 +330,7 @@ def clip_world(method: Method) -> World:
     """The widths of CLIP ViT-B/16, without its weights."""
     language = Language(512, 512, 100.0, lambda words: torch.zeros(len(words.split()), 512), lambda *_: torch.empty(0))
     world = World(768, 12, 197, 16, ("a", "b", "c"), ("one", "two"), language=language)
-    return replace(world, roles=method.init(world, torch.Generator().manual_seed(0)))
+    return replace(world, roles=method.init(world, seeded()))
 
 
 def count(tensors: Tensors) -> int:

@@ -25,23 +25,24 @@ from support import (
 )
 from torch import Tensor, nn
 
-from fedprompt import registry
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import forward, make_batch
 from fedprompt.config import TrainConfig
-from fedprompt.data.transforms import ImageStore
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import look, make_batch
+from fedprompt.core import registry
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.core.method import Batch, Seen, Server, Upload, World
+from fedprompt.core.pool import Pool
+from fedprompt.core.roles import Roles
+from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.errors import ConfigError
+from fedprompt.features.image_bank import ImageBank
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import Batch, Seen, Server, Upload, World
 from fedprompt.methods.pfedmoap import GATE, PFedMoAP
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.pool import Pool
-from fedprompt.prompts import gates
-from fedprompt.roles import Roles, Tensors, stripped
-from fedprompt.streams import stream
+from fedprompt.modules import gates
+from fedprompt.random_streams import Stream, stream
+from fedprompt.tensors import Tensors, stripped
 
 pytestmark = pytest.mark.unit
 
@@ -69,8 +70,8 @@ def tiny(settings: Any) -> Callable[..., dict[str, Any]]:
 def runtime(tiny: Any) -> Callable[..., ClientRuntime]:
     def make(method: PFedMoAP = SMALL, **changes: Any) -> ClientRuntime:
         made = experiment(tiny(**changes), method)
-        source, manifest, backbone, world = made.prepare()
-        bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.cache), backbone)
+        source, manifest, backbone, world = made.factory.prepare()
+        bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.factory.cache), backbone)
         return ClientRuntime(made.config, world, method, bank, ClientStates(lambda client: None), source.domain_names)
 
     return make
@@ -87,7 +88,7 @@ def full_pool(seed: int = 0) -> dict[int, Tensor]:
 def seen_by(runtime: ClientRuntime, params: Tensors, client: int = 0) -> tuple[Seen, Batch]:
     images, positions = runtime.bank.images(client, "train"), torch.arange(6)
     batch = make_batch(runtime.method, images, positions, training=True)
-    return look(runtime.method, runtime.world, params, images, positions, batch, {}), batch
+    return forward(runtime.method, runtime.world, params, images, positions, batch, {}), batch
 
 
 def begun(runtime: ClientRuntime, pool: dict[int, Tensor], client: int = 0) -> Tensors:
@@ -138,8 +139,8 @@ def test_three_rounds_equal_a_naive_loop(tiny: Any) -> None:
         federation={"rounds": 3, "fraction": 0.75, "evaluate_every": 3},
     )
     made = experiment(values, method)
-    source, manifest, backbone, world = made.prepare()
-    bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.cache), backbone)
+    source, manifest, backbone, world = made.factory.prepare()
+    bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.factory.cache), backbone)
     done = run(values, method)
 
     start = world.roles
@@ -171,7 +172,7 @@ def test_three_rounds_equal_a_naive_loop(tiny: Any) -> None:
             images = bank.images(client, "train")
             order = stream(0, round, client, "batches.local")
             for _ in range(epochs):
-                for positions in torch.randperm(len(images), generator=order).split(size):
+                for positions in order.permutation(len(images)).split(size):
                     image, own = images.features("image", positions), say(context)
                     local = world.text.scale * image @ own.T
                     logits = local
@@ -210,7 +211,7 @@ def test_three_rounds_equal_a_naive_loop(tiny: Any) -> None:
 class Silent(PFedMoAP):
     """A gate whose output layer is zero."""
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         roles = super().init(world, generator)
         quiet = {name: 0 * tensor if "output" in name else tensor for name, tensor in roles.local.items()}
         return replace(roles, local=quiet)
@@ -235,7 +236,7 @@ def test_without_other_experts_the_trajectory_is_that_of_promptfl_to_the_bit(tin
 
 
 def test_the_first_round_is_promptfl_and_leaves_the_gates_alone_the_second_is_not(tiny: Any) -> None:
-    _, _, _, world = experiment(tiny(), SMALL).prepare()
+    _, _, _, world = experiment(tiny(), SMALL).factory.prepare()
     for rounds, same in ((1, True), (2, False)):
         ours = run(tiny(name=f"ours{rounds}", federation={"rounds": rounds}), SMALL)
         plain = run(tiny(name=f"plain{rounds}", federation={"rounds": rounds}), PromptFL(context_tokens=TOKENS))
@@ -396,7 +397,7 @@ def test_nobody_sees_what_was_uploaded_in_the_same_round(runtime: Any) -> None:
 
 
 def test_the_pool_grows_by_first_participations_and_keeps_the_last_upload(tiny: Any) -> None:
-    _, _, _, world = experiment(tiny(), SMALL).prepare()
+    _, _, _, world = experiment(tiny(), SMALL).factory.prepare()
     assert world.roles.server == {}
     method, server = SMALL, Server(world.roles.shared, {})
     assert method.download(world, server, 0)["experts"].shape == (0, TOKENS, WIDTH)
@@ -428,7 +429,7 @@ def test_random_experts_hang_on_seed_round_and_client_alone(tiny: Any, runtime: 
         (expert,) = method.download(world, server_with(world, pool, round), client)["experts"]
         return next(number for number, context in pool.items() if torch.equal(context, expert))
 
-    worlds = [experiment(tiny(seed=seed), method).prepare()[3] for seed in (0, 0, 1)]
+    worlds = [experiment(tiny(seed=seed), method).factory.prepare()[3] for seed in (0, 0, 1)]
     draws = [[picked(world, round, 0) for round in range(60)] for world in worlds]
     assert draws[0] == draws[1] != draws[2]
     assert set(draws[0]) == {1, 2, 3}
@@ -451,7 +452,7 @@ def test_a_gate_goes_up_only_where_it_is_aggregated(tiny: Any, sharing: str, gat
         names = {f"gate.{part}.{kind}" for part in gates.PARTS for kind in ("weight", "bias")}
     assert (shared, kept) == ((names, set()) if sharing == "aggregated" else (set(), names))
     if sharing == "aggregated":
-        _, _, _, world = experiment(tiny(), method).prepare()
+        _, _, _, world = experiment(tiny(), method).factory.prepare()
         assert all(not torch.equal(shared_tensors(done)[name], world.roles.shared[name]) for name in names)
     else:
         mine, theirs = (local_tensors(done, client) for client in (0, 1))
@@ -600,15 +601,15 @@ def test_defaults_are_the_papers_and_the_symbol_of_a_setting_is_known() -> None:
 
 
 def test_the_gate_of_a_client_has_the_papers_numbers(tiny: Any) -> None:
-    _, _, _, world = experiment(tiny(), PFedMoAP()).prepare()
+    _, _, _, world = experiment(tiny(), PFedMoAP()).factory.prepare()
     assert sum(t.numel() for name, t in world.roles.local.items() if name.startswith(GATE)) == 66_048
     linear = replace(SMALL, gate="linear", experts=3)
-    _, _, _, world = experiment(tiny(), linear).prepare()
+    _, _, _, world = experiment(tiny(), linear).factory.prepare()
     assert sum(t.numel() for name, t in world.roles.local.items() if name.startswith(GATE)) == 3 * (32 + 1)
 
 
 def test_settings_that_cannot_work_are_refused(tiny: Any) -> None:
-    _, _, _, world = experiment(tiny(), SMALL).prepare()
+    _, _, _, world = experiment(tiny(), SMALL).factory.prepare()
     train = TrainConfig()
     with pytest.raises(ConfigError, match=r"method\.gate_width must divide the 128 dimensions of the features, got 48"):
         PFedMoAP(gate_width=48).check(world, train)

@@ -15,6 +15,7 @@ from support import (
     fitting_stages,
     local_tensors,
     run,
+    seeded,
     server_tensors,
     shared_tensors,
     trained_alone,
@@ -22,21 +23,22 @@ from support import (
 )
 from torch import Tensor, nn
 
-from fedprompt import registry
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import step_loss
 from fedprompt.config import TrainConfig
-from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank
-from fedprompt.engines.step import step_loss
+from fedprompt.core import registry
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.core.method import Client, Server, Upload, World
+from fedprompt.core.roles import Roles
+from fedprompt.data.cache.pixel_store import ImageStore, normalise
 from fedprompt.errors import ConfigError
+from fedprompt.features.image_bank import ImageBank
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import Client, Server, Upload, World
 from fedprompt.methods.pfedpg import WEIGHTS, PFedPG, most_heads
-from fedprompt.prompts.heads import NAMES
-from fedprompt.roles import Roles, Tensors
-from fedprompt.streams import stream
+from fedprompt.modules.heads import NAMES
+from fedprompt.random_streams import Stream, stream
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -46,7 +48,7 @@ WIDTH, CLIENTS, TOKENS = 24, 4, 3
 def world_of(method: PFedPG, dtype: torch.dtype = torch.float64, newcomers: Sequence[int] = ()) -> World:
     names = tuple(f"client{number}" for number in range(CLIENTS))
     world = World(WIDTH, 3, 17, 4, ("a", "b"), names, frozenset(newcomers), dtype=dtype)
-    return replace(world, roles=method.init(world, torch.Generator().manual_seed(0)))
+    return replace(world, roles=method.init(world, seeded()))
 
 
 def server_of(world: World) -> Server:
@@ -55,7 +57,7 @@ def server_of(world: World) -> Server:
 
 def client_of(index: int) -> Client:
     name = f"client{index}"
-    return Client(index, name, 1, 4, torch.tensor([2, 2]), lambda params: 0.0, lambda purpose: torch.Generator())
+    return Client(index, name, 1, 4, torch.tensor([2, 2]), lambda params: 0.0, lambda purpose: seeded())
 
 
 def change_of(world: World, seed: int) -> Tensor:
@@ -239,7 +241,7 @@ def test_a_shared_head_is_averaged_and_a_local_one_is_not(settings: Any) -> None
 class Silent(PFedPG):
     """A generator that answers nothing at first."""
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         roles = super().init(world, generator)
         silent = {"generator.output": torch.zeros_like(roles.server["generator.output"])}
         return replace(roles, server={**roles.server, **silent})
@@ -253,7 +255,7 @@ def test_with_a_silent_generator_and_a_full_step_the_first_round_is_fedvpt(setti
     torch.testing.assert_close(server_tensors(silent)["base"], shared_tensors(plain)["prompt"], atol=1e-6, rtol=1e-5)
     client = plain.rounds()[1].cohort[0]
     assert torch.equal(local_tensors(silent, client)["head.weight"], local_tensors(plain, client)["head.weight"])
-    _, _, _, world = experiment(settings(), Silent(prompt_tokens=2, depth=depth)).prepare()
+    _, _, _, world = experiment(settings(), Silent(prompt_tokens=2, depth=depth)).factory.prepare()
     assert float((server_tensors(silent)["base"] - world.roles.server["base"]).abs().max()) > 1e-4
 
 
@@ -271,11 +273,11 @@ def test_two_rounds_equal_a_naive_implementation(settings: Any, tmp_path: Path) 
         federation={"rounds": 2, "fraction": 0.5},
     )
     made = experiment(values)
-    source, manifest, _, world = made.prepare()
+    source, manifest, _, world = made.factory.prepare()
     done = run(values)
 
     naive = NaiveVPT(ViTModel.from_pretrained(folder, add_pooling_layer=False).eval())
-    store = ImageStore(source, 16, "squash", made.cache)
+    store = ImageStore(source, 16, "squash", made.factory.cache)
     server = {name: tensor.clone() for name, tensor in world.roles.server.items()}
     start = world.roles.local
     heads = dict.fromkeys(range(world.clients), (start["head.weight"], start["head.bias"]))
@@ -290,7 +292,7 @@ def test_two_rounds_equal_a_naive_implementation(settings: Any, tmp_path: Path) 
             labels = torch.from_numpy(source.labels[indices])
             generated = naive_generate(leaves, leaves["descriptors"][client], 8)
             order = stream(0, round, client, "batches.local")
-            batches = [b for _ in range(epochs) for b in torch.randperm(len(indices), generator=order).split(size)]
+            batches = [b for _ in range(epochs) for b in order.permutation(len(indices)).split(size)]
             prompts[client], *head = naive_local_training(
                 naive, images, labels, generated.detach(), *heads[client], batches, lr, momentum, decay
             )
@@ -315,7 +317,7 @@ def test_descriptors_of_clients_that_never_took_part_stay_put(settings: Any) -> 
     values = settings(
         method={"name": "pfedpg", "prompt_tokens": 2, "server_lr": 1.0}, federation={"rounds": 2, "fraction": 0.25}
     )
-    _, _, _, world = experiment(values).prepare()
+    _, _, _, world = experiment(values).factory.prepare()
     done = run(values)
     took_part = {client for record in done.rounds() for client in record.cohort}
     assert 0 < len(took_part) < 4
@@ -350,8 +352,8 @@ def held_out(settings: Any, **changes: Any) -> dict[str, Any]:
 
 def runtime_of(values: dict[str, Any]) -> tuple[ClientRuntime, World]:
     made = experiment(values)
-    source, manifest, backbone, world = made.prepare()
-    bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.cache), backbone)
+    source, manifest, backbone, world = made.factory.prepare()
+    bank = ImageBank(source, manifest, ImageStore(source, 16, "squash", made.factory.cache), backbone)
     states = ClientStates(lambda client: None)
     return ClientRuntime(made.config, world, made.method, bank, states, source.domain_names), world
 
@@ -387,7 +389,7 @@ def test_the_gradient_of_a_newcomers_descriptor_is_the_chain_rule_through_the_ge
 
 
 def test_a_run_with_newcomers_evaluates_them_and_never_moves_their_descriptors(settings: Any) -> None:
-    _, _, _, world = experiment(held_out(settings)).prepare()
+    _, _, _, world = experiment(held_out(settings)).factory.prepare()
     done = run(held_out(settings, name="held_out"))
     assert len(done.client_accuracies()) == len(world.newcomers) == 2
     moved = (server_tensors(done)["descriptors"] != world.roles.server["descriptors"]).any(-1)

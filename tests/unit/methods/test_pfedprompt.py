@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from support import shared_tensors, worst_difference
 from text_methods import gradient, results, run_on_clip, runtime_of, working_parameters
 
-from fedprompt import registry
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.step import look, make_batch
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import forward, make_batch
+from fedprompt.core import registry
+from fedprompt.core.method import Method
 from fedprompt.errors import ConfigError
-from fedprompt.method import Method
 from fedprompt.methods.pfedprompt import KEYS, KNOWN, PFedPrompt, recall, remember
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.roles import Tensors
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -106,7 +106,7 @@ def test_a_memory_without_weight_is_promptfl(settings: Any) -> None:
 def logits_of(runtime: ClientRuntime, method: Method, params: Tensors, training: bool) -> torch.Tensor:
     images, positions = runtime.bank.images(0, "train"), torch.arange(6)
     batch = make_batch(method, images, positions, training)
-    seen = look(method, runtime.world, params, images, positions, batch, {})
+    seen = forward(method, runtime.world, params, images, positions, batch, {})
     return method.logits(runtime.world, params, seen, batch, {})
 
 

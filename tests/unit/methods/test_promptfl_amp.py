@@ -14,15 +14,15 @@ from support import fitting_stages, local_tensors, pool_tensors, shared_tensors,
 from text_methods import gradient, noise_like, run_on_clip, runtime_of, working_parameters
 from torch import Tensor
 
-from fedprompt import registry
+from fedprompt.core import registry
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.core.method import Server, Upload
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.method import Server, Upload
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.promptfl_amp import OWN, TRAINED, PromptFLAMP, clouds
-from fedprompt.prompts.neighbours import Block
+from fedprompt.modules.knn import Block
 
 pytestmark = pytest.mark.unit
 

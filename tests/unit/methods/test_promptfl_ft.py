@@ -9,8 +9,8 @@ import torch
 from support import fitting_stages, shared_tensors, trained_alone, worst_difference
 from text_methods import results, run_on_clip, runtime_of, working_parameters
 
-from fedprompt import registry
 from fedprompt.config import TrainConfig
+from fedprompt.core import registry
 from fedprompt.errors import ConfigError
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.promptfl_ft import PromptFLFineTuned

@@ -9,10 +9,10 @@ import torch
 from support import fitting_stages, local_tensors, run, shared_tensors, trained_alone, worst_difference
 from text_methods import noise_like, on_clip, run_on_clip, runtime_of, working_parameters
 
-from fedprompt import registry
 from fedprompt.config import TrainConfig
+from fedprompt.core import registry
+from fedprompt.core.method import Batch, Method, Server
 from fedprompt.errors import ConfigError
-from fedprompt.method import Batch, Method, Server
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.promptfl_per import OWN, SHARED, PromptFLPer

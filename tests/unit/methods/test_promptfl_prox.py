@@ -9,7 +9,7 @@ import torch
 from support import shared_tensors, worst_difference
 from text_methods import gradient, noise_like, run_on_clip, runtime_of, working_parameters
 
-from fedprompt import registry
+from fedprompt.core import registry
 from fedprompt.errors import ConfigError
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.promptfl_prox import PromptFLProx

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from support import local_tensors, shared_tensors, worst_difference
 from text_methods import gradient, run_on_clip, runtime_of, working_parameters
 
-from fedprompt import registry
+from fedprompt.core import registry
+from fedprompt.core.method import Batch, Seen
 from fedprompt.errors import ConfigError
-from fedprompt.method import Batch, Seen
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.promptfolio import PromptFolio

@@ -12,24 +12,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import as_tensor, naive_vit
-from support import content, experiment, local_tensors, run, server_tensors, shared_tensors, trained_alone
+from support import content, experiment, local_tensors, run, seeded, server_tensors, shared_tensors, trained_alone
 from torch import Tensor, nn
 
 from fedprompt.backbones.vit import ViT
-from fedprompt.data.transforms import ImageStore, normalise
-from fedprompt.engines import local_training
-from fedprompt.engines.client import ClientRuntime
-from fedprompt.engines.images import ImageBank, Images
-from fedprompt.engines.step import look, make_batch
+from fedprompt.client import local_training
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.step import forward, make_batch
+from fedprompt.core.client_sampling import sample_cohort
+from fedprompt.core.method import Batch, Server, Stage, Upload, World
+from fedprompt.data.cache.pixel_store import ImageStore, normalise
 from fedprompt.errors import ConfigError
+from fedprompt.features.image_bank import ImageBank, Images
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.federation.sampling import sample_cohort
-from fedprompt.federation.states import ClientStates
-from fedprompt.method import Batch, Server, Stage, Upload, World
 from fedprompt.methods.sgpt import SGPT, group_shares
-from fedprompt.prompts.insertion import VisionPrompt, vpt_bound
-from fedprompt.roles import Tensors
-from fedprompt.streams import stream
+from fedprompt.modules.insertion import VisionPrompt, vpt_bound
+from fedprompt.random_streams import stream
+from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -42,10 +42,10 @@ class Bench:
 
     def __init__(self, values: dict[str, Any], method: SGPT | None = None) -> None:
         made = experiment(values, method)
-        source, manifest, self.backbone, self.world = made.prepare()
+        source, manifest, self.backbone, self.world = made.factory.prepare()
         assert isinstance(made.method, SGPT)
         self.method, self.train = made.method, made.config.train
-        store = ImageStore(source, self.backbone.shape.image_size, "squash", made.cache)
+        store = ImageStore(source, self.backbone.shape.image_size, "squash", made.factory.cache)
         bank = ImageBank(source, manifest, store, self.backbone)
         states = ClientStates(lambda client: None)
         self.runtime = ClientRuntime(made.config, self.world, self.method, bank, states, source.domain_names)
@@ -62,7 +62,7 @@ class Bench:
 
     def logits(self, params: Tensors, positions: Tensor, training: bool = False) -> Tensor:
         batch = make_batch(self.method, self.images, positions, training)
-        seen = look(self.method, self.world, params, self.images, positions, batch, {})
+        seen = forward(self.method, self.world, params, self.images, positions, batch, {})
         return self.method.logits(self.world, params, seen, batch, {})
 
     def loss(self, params: Tensors, positions: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Naive:
 def orders(round: int, client: int, size: int) -> Iterator[list[Tensor]]:
     for stage in ("shared", "groups"):
         generator = stream(0, round, client, f"batches.{stage}")
-        yield [batch for _ in range(EPOCHS) for batch in torch.randperm(size, generator=generator).split(BATCH)]
+        yield [batch for _ in range(EPOCHS) for batch in generator.permutation(size).split(BATCH)]
 
 
 @pytest.mark.parametrize("head", ["local", "shared"])
@@ -204,10 +204,10 @@ def test_three_rounds_equal_the_naive_implementation(settings: Any, folder: Path
         federation={"rounds": rounds, "fraction": 0.5},
     )
     made = experiment(values)
-    source, manifest, _, world = made.prepare()
+    source, manifest, _, world = made.factory.prepare()
     done = run(values)
 
-    naive, store = Naive(folder), ImageStore(source, 16, "squash", made.cache)
+    naive, store = Naive(folder), ImageStore(source, 16, "squash", made.factory.cache)
     start = {**world.roles.shared, **world.roles.local}
     heads = {client: {name: start[name] for name in ("head.weight", "head.bias")} for client in range(world.clients)}
     state, counts = dict(start), torch.zeros(3)
@@ -272,7 +272,7 @@ def test_the_sequence_grows_by_one_token_per_prompted_block(
     params, positions = bench.params(), torch.arange(3)
     batch = make_batch(method, bench.images, positions, training=False)
     monkeypatch.setattr(ViT, "_block", spied)
-    seen = look(method, bench.world, params, bench.images, positions, batch, {})
+    seen = forward(method, bench.world, params, bench.images, positions, batch, {})
     tokens = bench.world.tokens
     assert lengths == {0: tokens + first_tokens, 1: tokens + first_tokens + 2, 2: tokens + first_tokens + 3}
     assert seen.prompts is not None
@@ -385,7 +385,7 @@ def test_with_one_group_every_way_of_choosing_is_the_same(settings: Any) -> None
 
 
 def training_images(values: dict[str, Any]) -> int:
-    _, manifest, _, _ = experiment(values).prepare()
+    _, manifest, _, _ = experiment(values).factory.prepare()
     return sum(len(client.train) for client in manifest.clients)
 
 
@@ -459,7 +459,7 @@ def test_with_equal_compute_both_stages_together_see_as_many_images_as_one(
     plain = local_training.step_loss
 
     def spied(step: Any, world: World, params: Tensors, images: Images, positions: Tensor, noise: Tensors) -> Tensor:
-        shown.append((type(step).__name__, images.indices[positions.numpy()].tolist()))
+        shown.append((type(step).__name__, images.images.indices[images.positions.numpy()].tolist()))
         return plain(step, world, params, images, positions, noise)
 
     monkeypatch.setattr(local_training, "step_loss", spied)
@@ -528,7 +528,7 @@ def two_uploads(world: World, choices: list[list[float]]) -> list[Upload]:
 
 
 def declared(method: SGPT, world: World) -> World:
-    return replace(world, roles=method.init(world, torch.Generator().manual_seed(0)))
+    return replace(world, roles=method.init(world, seeded()))
 
 
 def test_one_round_of_the_server_in_numbers() -> None:
@@ -602,7 +602,7 @@ def test_the_defaults_on_a_base_vit_are_those_of_the_cifar_runs() -> None:
     method, world = SGPT(), World(768, 12, 197, 16, ("a",) * 100, ("one",))
     assert method.blocks_of_shared(world) == (0, 1, 2, 3)
     assert method.blocks_of_groups(world) == (4, 5, 6)
-    roles = method.init(world, torch.Generator().manual_seed(0))
+    roles = method.init(world, seeded())
     assert sum(tensor.numel() for tensor in roles.shared.values()) == 64_512
 
 
@@ -612,7 +612,7 @@ def test_the_default_blocks_fit_every_depth(blocks: int) -> None:
 
 
 def test_shared_prompts_start_at_zero_group_prompts_as_vpt_and_keys_orthonormal() -> None:
-    roles = SGPT(groups=6).init(toy_world(width=8), torch.Generator().manual_seed(3))
+    roles = SGPT(groups=6).init(toy_world(width=8), seeded(3))
     assert not roles.shared["shared_prompts"].any()
     prompts, bound = roles.shared["group_prompts"], vpt_bound(4, 8)
     assert prompts.abs().max() <= bound

@@ -11,20 +11,20 @@ import torch
 from support import run
 from text_methods import on_clip, runtime_of
 
-from fedprompt import registry
+from fedprompt.client.step import forward, make_batch
 from fedprompt.config import TrainConfig
-from fedprompt.engines.step import look, make_batch
+from fedprompt.core import registry
+from fedprompt.core.method import Method, Server
 from fedprompt.errors import ConfigError
-from fedprompt.method import Method, Server
+from fedprompt.methods.bases.with_text import similarity
 from fedprompt.methods.fedpha import FedPHA
 from fedprompt.methods.pfeddc import PFedDC
 from fedprompt.methods.pfedmoap import PFedMoAP
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.methods.with_text import similarity
 
 pytestmark = pytest.mark.unit
 
-ROOM = 77 - 2 - len("triangle.")  #: of the tiny text tower, in which every letter is a token
+ROOM = 77 - 2 - len("triangle.")  # of the tiny text tower, in which every letter is a token
 
 
 def test_the_longest_context_that_fits_is_accepted_and_can_be_read(settings: Any) -> None:
@@ -97,7 +97,7 @@ def test_methods_on_a_half_precision_backbone_keep_logits_in_single_precision(na
     params = method.personalise(world, who, received, runtime._new(who))
     images, positions = runtime.bank.images(0, "test"), torch.arange(3)
     batch = make_batch(method, images, positions, training=False)
-    seen = look(method, world, params, images, positions, batch, {})
+    seen = forward(method, world, params, images, positions, batch, {})
     assert method.logits(world, params, seen, batch, {}).dtype == torch.float32
     if isinstance(method, PFedMoAP):  # whose mixture is only used from the second participation on
         assert {each.dtype for each in method.experts_and_weights(params, seen)} == {torch.float32}

@@ -10,10 +10,10 @@ import torch
 
 from fedprompt import Experiment
 from fedprompt.config import parse
-from fedprompt.evaluation.metrics import ClientResult, summarise
-from fedprompt.federation.rounds import Observer
-from fedprompt.federation.store import RoundRecord, RunStore
-from fedprompt.run import Run
+from fedprompt.federation.loop import Observer
+from fedprompt.metrics.accuracy import ClientResult, summarise
+from fedprompt.runs.run import Run
+from fedprompt.runs.store import RoundRecord, RunStore
 
 
 class Interrupted(Exception):

@@ -7,7 +7,7 @@ import { list } from "./list.js";
 import { run } from "./run.js";
 
 const BEAT = 1500; // milliseconds between two questions
-const HIDDEN = 15000; // the same while nobody looks
+const HIDDEN = 15000; // the same while the page is hidden
 
 const main = document.getElementById("main");
 const connection = document.getElementById("connection");

@@ -10,7 +10,7 @@ SILENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # as Ray asks for, at length, where it is not set
-}  #: the environment of every program of Flower's
+}  # the environment of every program of Flower's
 os.environ.update(SILENT)
 
 if find_spec("flwr") is None:

@@ -18,16 +18,16 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from fedprompt.config import EngineConfig
-from fedprompt.engines.flower.grid import GridPost, Work, answered, order_in
+from fedprompt.engines.flower.transport import GridPost, Work, answered, order_in
 from fedprompt.errors import RunError
 
 if TYPE_CHECKING:
-    from fedprompt.engines.node import SimulatedNode
+    from fedprompt.engines.remote.node import SimulatedNode
 
-AHEAD = 2  #: orders under way for every process of Ray
+AHEAD = 2  # orders under way for every process of Ray
 
 client_app = ClientApp()
-_node: SimulatedNode | None = None  #: of this process
+_node: SimulatedNode | None = None  # of this process
 
 
 @client_app.train()
@@ -37,7 +37,7 @@ def _train(message: Message, context: Context) -> Message:
     if _node is None:
         import torch
 
-        from fedprompt.engines.node import SimulatedNode
+        from fedprompt.engines.remote.node import SimulatedNode
 
         torch.set_num_threads(1)
         logging.getLogger("flwr").setLevel(logging.ERROR)

@@ -36,21 +36,22 @@ from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from fedprompt.engines.flower.grid import answered, order_in
-from fedprompt.engines.flower.joining import wait_to_be_let_in, why
+from fedprompt.engines.flower.reconnect import wait_to_be_let_in, why
+from fedprompt.engines.flower.transport import answered, order_in
+from fedprompt.io.safe_text import safe_line
 
 program: Any = import_module("flwr.supernode.cli.flower_supernode")  # the package has a function of that name
 
 loop: Any = import_module("flwr.supernode.start_client_internal")
 
 HERE = "127.0.0.1"
-PAUSE = 0.2  #: seconds between two looks for a task
-BRISK, SOON = 0.3, 15.0  #: seconds between two looks for a message, in the seconds after the last one
-HEARTBEAT = 10.0  #: seconds between two signs of life of a task; Flower gives up after 60
-CHATTER = ("[RUN ", "Receiving: ", "Received ", "Sending: ", "Sent ", "EXPERIMENTAL")  #: how lines of Flower's begin
+PAUSE = 0.2  # seconds between two looks for a task
+BRISK, SOON = 0.3, 15.0  # seconds between two looks for a message, in the seconds after the last one
+HEARTBEAT = 10.0  # seconds between two signs of life of a task; Flower gives up after 60
+CHATTER = ("[RUN ", "Receiving: ", "Received ", "Sending: ", "Sent ", "EXPERIMENTAL")  # how lines of Flower's begin
 PROTECTED = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
-Work = Callable[[bytes], bytes]  #: the answer to an order
+Work = Callable[[bytes], bytes]  # the answer to an order
 
 
 def attend(arguments: Sequence[str], work: Work) -> None:
@@ -133,7 +134,7 @@ def _when_listening(then: Callable[[], None]) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on at the moment."""
+    """A port of this machine that is free at the moment."""
     with socket.socket() as probe:
         probe.bind((HERE, 0))
         return int(probe.getsockname()[1])
@@ -148,7 +149,7 @@ def _attend(port: int, secret: bytes, work: Work) -> None:
             found = client.AcquireTask(request)
         except Exception as error:  # going down, or a matter of one run
             if not isinstance(error, httpx.TransportError):
-                print(f"no task: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                print(safe_line(f"no task: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
             time.sleep(PAUSE)
             continue
         if not found.HasField("task") or not found.token:
@@ -157,7 +158,7 @@ def _attend(port: int, secret: bytes, work: Work) -> None:
         try:
             _do(port, found.token, work)
         except Exception as error:  # one task that Flower lost must not end the node
-            print(f"task lost: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(safe_line(f"task lost: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
 
 
 def _do(port: int, token: str, work: Work) -> None:

@@ -1,6 +1,6 @@
-"""Ditto (Li et al., 2021): a personal copy of everything, held near the shared tensors as they were received.
+"""Ditto (Li et al., 2021): a personal copy of everything, kept near the shared tensors as received.
 
-    shared part     the inner method, as it is
+    shared part     the inner method, unchanged
     personal part   min over P_k of  CE(P_k) + lambda/2 ||P_k - P_g||^2,   P_g the shared tensors as received
 
 Predictions use the personal copy. lambda = 0 is local-only training.
@@ -11,16 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Mixture, Progress, Prompts, Seen, Stage, World
+from fedprompt.core.registry import register_variant
+from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Mixture, Progress, Prompts, Seen, Stage, World
-from fedprompt.methods.variants.base import Variant, require_shared, squared_distance
-from fedprompt.registry import register_variant
-from fedprompt.roles import Roles, Tensors, pick, prefixed, stripped
+from fedprompt.methods.variants.wrapper import Variant, require_shared, squared_distance
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, pick, prefixed, stripped
 
 PERSONAL = "ditto.personal."
 ANCHOR = "ditto.anchor."
@@ -32,9 +33,10 @@ class Ditto(Variant):
     """A personal model beside the shared one."""
 
     prefix: ClassVar[str] = "ditto."
-    lam: Annotated[float, Field(ge=0)] = 0.1  #: lambda, how hard the personal copy is pulled to the shared tensors
+    lam: Annotated[float, Field(ge=0)] = 0.1
+    """Lambda, strength of the pull towards the shared tensors."""
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         roles = self.inner.init(world, generator)
         require_shared(roles, "ditto")
         return replace(roles, local={**roles.local, **prefixed(PERSONAL, {**roles.shared, **roles.local})})
@@ -49,7 +51,7 @@ class Ditto(Variant):
 
     def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         params = super().personalise(world, client, received, local)
-        if client.index in world.newcomers:  # it never trained a copy of its own
+        if client.index in world.newcomers:  # it never trained its copy
             return self._not_own(params)
         return {**params, **self._mine(local)}
 
@@ -63,7 +65,7 @@ class Ditto(Variant):
         return self._personal(super().adaptation(world, train))
 
     def _personal(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-        """The same stages on the personal copies, which are what predicts."""
+        """The same stages on the personal copies, which are used to predict."""
         return tuple(
             replace(self.wrapped(stage), trainable=tuple(PERSONAL + name for name in stage.trainable))
             for stage in stages

@@ -8,25 +8,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedprompt.method import Batch, Client, Seen, World
-from fedprompt.methods.variants.base import Variant, require_shared, squared_distance
-from fedprompt.registry import register_variant
-from fedprompt.roles import Roles, Tensors, pick, prefixed, stripped
+from fedprompt.core.method import Batch, Client, Seen, World
+from fedprompt.core.registry import register_variant
+from fedprompt.core.roles import Roles
+from fedprompt.methods.variants.wrapper import Variant, require_shared, squared_distance
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, pick, prefixed, stripped
 
 
 @register_variant("fedprox")
 @dataclass(frozen=True)
 class FedProx(Variant):
-    """Stay close to what was received."""
+    """Stay close to the received tensors."""
 
     prefix: ClassVar[str] = "fedprox."
-    mu: Annotated[float, Field(ge=0)] = 0.01  #: weight of the proximal term
+    mu: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the proximal term."""
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         roles = self.inner.init(world, generator)
         require_shared(roles, "fedprox")
         return roles

@@ -1,7 +1,7 @@
-"""FedRep (Collins et al., 2021): first the client's own head with everything else fixed, then everything else with the head fixed.
+"""FedRep (Collins et al., 2021): train the local head first, then everything else with the head fixed.
 
-Optimiser state does not survive the switch. With no head epochs and a head rate of zero elsewhere, the shared tensors follow federated
-averaging exactly.
+Optimiser state does not survive the switch. With no head epochs and a head rate of zero elsewhere, the shared tensors
+equal those of federated averaging.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from fedprompt.config import TrainConfig
-from fedprompt.method import Stage, World
-from fedprompt.methods.variants.base import Variant, with_local_head
-from fedprompt.prompts import heads
-from fedprompt.registry import register_variant
-from fedprompt.roles import Roles
+from fedprompt.core.method import Stage, World
+from fedprompt.core.registry import register_variant
+from fedprompt.core.roles import Roles
+from fedprompt.methods.variants.wrapper import Variant, with_local_head
+from fedprompt.modules import heads
+from fedprompt.random_streams import Stream
 
 
 @register_variant("fedrep")
@@ -25,9 +25,10 @@ from fedprompt.roles import Roles
 class FedRep(Variant):
     """Head first, then the rest."""
 
-    head_epochs: Annotated[int, Field(ge=0)] = 5  #: local epochs on the head before the rest is trained
+    head_epochs: Annotated[int, Field(ge=0)] = 5
+    """Local epochs on the head before the rest is trained."""
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         return with_local_head(self.inner.init(world, generator), "fedrep")
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:

@@ -4,8 +4,8 @@
     after K steps  c_k+ = c_k - c + (x - y) / (K eta)        K eta: the sum of the step sizes actually taken
     server         x <- x + eta_s (mean(y) - x),   c <- c + (1/N) sum_k (c_k+ - c_k)   over the participants, N all that are not held out
 
-c and c_k start at zero, so the first round is federated averaging. The correction is the gradient of <c - c_k, y>, added
-to the loss: the loss that is reported contains it. The formula for c_k+ holds for plain SGD only, so momentum, gradient
+c and c_k start at zero, so the first round is federated averaging. The correction is the gradient of <c - c_k, y>,
+added to the loss: the reported loss contains it. The formula for c_k+ holds for plain SGD only, so momentum, gradient
 clipping and methods that correct their steps (FedPR, Per-FedAvg) are refused.
 """
 
@@ -20,16 +20,18 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
+from fedprompt.core.method import Batch, Client, Combine, Method, Progress, Seen, Server, Upload, World
+from fedprompt.core.registry import register_variant
+from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
-from fedprompt.method import Batch, Client, Combine, Method, Progress, Seen, Server, Upload, World
-from fedprompt.methods.variants.base import Variant, require_shared
-from fedprompt.registry import register_variant
-from fedprompt.roles import Roles, Statistic, Tensors, prefixed, stripped
+from fedprompt.methods.variants.wrapper import Variant, require_shared
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, prefixed, stripped
 
-CONTROL = "scaffold.control."  #: c, the server's own
-SENT = "scaffold.sent."  #: a copy of c on its way down
-OWN = "scaffold.own."  #: c_k, the client's own
-CHANGE = "scaffold.change."  #: c_k+ - c_k, on its way up
+CONTROL = "scaffold.control."  # c, the server's own
+SENT = "scaffold.sent."  # a copy of c on its way down
+OWN = "scaffold.own."  # c_k, the client's own
+CHANGE = "scaffold.change."  # c_k+ - c_k, on its way up
 
 
 @register_variant("scaffold")
@@ -38,7 +40,8 @@ class Scaffold(Variant):
     """Correct every local step by the drift of this client."""
 
     prefix: ClassVar[str] = "scaffold."
-    server_lr: Annotated[float, Field(gt=0)] = 1.0  #: eta_s
+    server_lr: Annotated[float, Field(gt=0)] = 1.0
+    """Eta_s."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
@@ -54,7 +57,7 @@ class Scaffold(Variant):
         if train.clip_norm is not None:
             raise ConfigError(broken("train.clip_norm", "be absent with variant scaffold", train.clip_norm))
 
-    def init(self, world: World, generator: torch.Generator) -> Roles:
+    def init(self, world: World, generator: Stream) -> Roles:
         roles = self.inner.init(world, generator)
         require_shared(roles, "scaffold")
         zeros = {name: torch.zeros_like(tensor) for name, tensor in roles.shared.items()}

@@ -1,0 +1,43 @@
+"""Download a hub id to a local folder in the hub library's own cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fedprompt.errors import BackboneError
+
+_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+_FILES = [
+    "config.json",
+    "preprocessor_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+]
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form owner/model."""
+    return _ID.match(name) is not None
+
+
+def hub_folder(name: str, revision: str | None) -> Path:
+    """Download the JSON files and the safetensors of a hub model, or find them in the hub cache."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+    except Exception as error:  # the hub library raises many kinds, down to those of its HTTP client
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BackboneError(
+            f"backbone.name={name!r} could not be had from the hub: {reason}\n"
+            "Ways out: (1) on a machine with a hub, download the model, copy the folder here and set backbone.name "
+            "to it; (2) fill the hub cache beforehand and set HF_HUB_OFFLINE=1; (3) use backbone.name=dinov2-small, or mini "
+            "for methods that read class names, which need only a package registry."
+        ) from error

@@ -1,0 +1,75 @@
+"""What this machine has, and what is missing for the embedded default."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from fedprompt import assets
+from fedprompt.data.sources import digits
+from fedprompt.errors import ConfigError, broken
+from fedprompt.io.files import cache_directory
+
+PACKAGES = ("fedprompt", "torch", "transformers", "safetensors", "datasets", "numpy", "pydantic")
+OPTIONAL = {
+    "flwr": "flower",
+    "cryptography": "secure",
+    "dp-accounting": "dp",
+    "faiss-cpu": "index",
+}  # and their extras
+DATA_SET = "digits"
+
+
+def asset_rows(cache: Path) -> list[dict[str, Any]]:
+    """The embedded weights and images: name, whether they are in the cache, where, how large."""
+    rows = [{"name": s.name, "present": s.present, "bytes": s.bytes, "path": str(s.path)} for s in assets.status(cache)]
+    path = digits.path(cache)
+    size = path.stat().st_size if path.is_file() else 0
+    return [*rows, {"name": DATA_SET, "present": path.is_file(), "bytes": size, "path": str(path)}]
+
+
+def fetch(name: str, cache: Path) -> None:
+    """Download and convert one asset, or all of them; existing ones are only checked."""
+    names = [*assets.ASSETS, DATA_SET]
+    if name not in (*names, "all"):
+        raise ConfigError(broken("asset", f"be one of {', '.join(names)} or all", name))
+    for each in names if name == "all" else [name]:
+        if each == DATA_SET:
+            digits.open_embedded(cache)
+        else:
+            assets.prepare(each, cache)
+
+
+def examine() -> dict[str, Any]:
+    """Versions, cores, memory, disk, assets; `missing` says what to do about each gap."""
+    cache = cache_directory()
+    rows = asset_rows(cache)
+    missing = [f"asset {row['name']}: fedprompt assets {row['name']}" for row in rows if not row["present"]]
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+            missing.append(f"package {package}: pip install -c constraints.txt {package}")
+    for package, extra in OPTIONAL.items():
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = f"not installed; pip install 'fedprompt[{extra}]' brings it"
+    existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
+    if not os.access(existing, os.W_OK):
+        missing.append(f"a writable cache directory: {cache} is not; set FEDPROMPT_CACHE")
+    return {
+        **found,
+        "cores": os.cpu_count(),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+        "cache": str(cache),
+        "cache free": f"{shutil.disk_usage(existing).free / 2**30:.1f} GiB",
+        "assets": rows,
+        "missing": missing,
+    }

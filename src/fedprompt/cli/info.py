@@ -1,0 +1,170 @@
+"""Commands that list what is available and check configs, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedprompt.cli.options import AsJson, ConfigPath, Overrides, Plugins, Seeds, emit, emit_rows, load
+from fedprompt.errors import ConfigError, StorageError
+
+
+def validate(
+    config: ConfigPath, overrides: Overrides = None, seed: Seeds = None, as_json: AsJson = False, plugin: Plugins = None
+) -> None:
+    """Check a config without running it."""
+    configs = load(config, overrides, seed)
+    from fedprompt.core import registry
+    from fedprompt.experiment.experiment import check_extensions
+
+    full = [registry.completed(each) for each in configs]
+    for each in full:
+        check_extensions(each)
+    rows = [{"run": each.run_name, "hash": each.digest(), "config": each.model_dump(mode="json")} for each in full]
+    emit(rows, as_json, "\n".join(f"ok  {row['hash']}  {row['run']}" for row in rows))
+
+
+def schema(
+    output: Annotated[Path | None, typer.Option(help="Write it to this file instead of standard output.")] = None,
+) -> None:
+    """The JSON schema of config files, for editors: all settings, methods and variants that there are here."""
+    from fedprompt.cli.config_schema import as_text, config_schema
+    from fedprompt.core import registry
+
+    text = as_text(config_schema(registry.methods(), registry.variants()))
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"--output: cannot write {str(output)!r}: {error.strerror}") from error
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Show the settings of one.")] = None,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
+    """Methods and variants that are registered, here or by other packages."""
+    from fedprompt.core import registry
+
+    tables = {"method": registry.methods(), "variant": registry.variants()}
+    rows: list[dict[str, Any]] = [
+        {"kind": kind, "name": key, "about": (cls.__doc__ or "").split("\n")[0], "settings": registry.describe(cls)}
+        for kind, table in tables.items()
+        for key, cls in table.items()
+        if name in (None, key)
+    ]
+    if not rows:
+        known = ", ".join([*tables["method"], *tables["variant"]])
+        raise ConfigError(f"method name must be one of {known}, got {name!r}")
+    lines = []
+    for row in rows:
+        lines.append(f"{row['kind']:8} {row['name']:14} {row['about']}")
+        if name is not None:
+            lines += [f"    {s['name']} = {s['default']!r}    {s['help']}" for s in row["settings"]]
+    emit(rows, as_json, "\n".join(lines))
+
+
+def backbones(as_json: AsJson = False, plugin: Plugins = None) -> None:
+    """Backbones that need no download by hand, and how to bring your own."""
+    from fedprompt.backbones.catalog import catalog
+
+    emit_rows(catalog(), as_json)
+
+
+def datasets(as_json: AsJson = False, plugin: Plugins = None) -> None:
+    """Image sources that are understood."""
+    from fedprompt.data.sources.open import kinds
+
+    emit_rows(kinds(), as_json)
+
+
+def partition(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the client x class matrix, and draw it.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw it to this PNG; --show has a default.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the manifest, to inspect, edit and give back.")] = None,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
+    """Who holds what: make the partition of a config without training."""
+    each = load(config, overrides, None)[0]
+    from fedprompt.data.partition.divide import make_manifest
+    from fedprompt.data.sources.open import open_source
+    from fedprompt.io.files import cache_directory
+
+    source = open_source(each.data, cache_directory(each.output.cache))
+    manifest = make_manifest(source, each.data, each.partition, each.seed)
+    matrix = manifest.class_matrix(source.labels)
+    if save is not None:
+        manifest.save(save)
+    if show and picture is None:
+        picture = Path(each.output.directory) / f"partition-{each.name}.png"  # `NAME-*` are its runs
+    if picture is not None:
+        manifest.picture(source.labels, picture)
+    rows: list[dict[str, Any]] = [
+        {
+            "client": client.name,
+            "train": len(client.train),
+            "test": len(client.test),
+            "classes": {manifest.class_names[c]: int(count) for c, count in enumerate(counts) if count},
+        }
+        for client, counts in zip(manifest.clients, matrix, strict=True)
+    ]
+    lines = [f"{len(rows)} clients, checksum {manifest.checksum}"] + ([f"picture: {picture}"] if picture else [])
+    if show:
+        for row in rows:
+            counts = "  ".join(f"{name} {count}" for name, count in row["classes"].items())
+            lines.append(f"{row['client']:16} train {row['train']:5} test {row['test']:5}  {counts}")
+    emit({"checksum": manifest.checksum, "clients": rows}, as_json, "\n".join(lines))
+
+
+def assets(
+    name: Annotated[str | None, typer.Argument(help="Fetch this one; `all` for every one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The weights and images of the embedded default: what is in the cache, and how to get the rest."""
+    from fedprompt.cli.doctor import asset_rows, fetch
+    from fedprompt.io.files import cache_directory
+
+    cache = cache_directory()
+    if name is not None:
+        fetch(name, cache)
+    emit_rows(asset_rows(cache), as_json)
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Versions, cores, memory, assets, and what is missing."""
+    from fedprompt.cli.doctor import examine
+
+    findings = examine()
+    lines = [f"{key:14} {value}" for key, value in findings.items() if key not in ("assets", "missing")]
+    lines += [f"asset {row['name']:22} {'present' if row['present'] else 'missing'}" for row in findings["assets"]]
+    lines += [f"missing: {each}" for each in findings["missing"]] or ["nothing is missing"]
+    emit(findings, as_json, "\n".join(lines))
+
+
+def privacy(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    target_epsilon: Annotated[
+        float | None, typer.Option(help="Find the noise that spends this epsilon; else reckon with the config's own.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="The delta it is said at; else the config's own.")] = None,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
+    """The noise multiplier of a config, and epsilon after every round."""
+    given = [f"privacy.target_epsilon={target_epsilon}", "privacy.noise=null"] if target_epsilon is not None else []
+    given += [f"privacy.delta={delta}"] if delta is not None else []
+    configs = load(config, [*(overrides or []), *given], None)
+    from fedprompt.client.factory import ExperimentFactory
+    from fedprompt.privacy.cost_table import privacy_rows, privacy_text
+
+    rows = [privacy_rows(each, *ExperimentFactory(each).privacy_plans()) for each in configs]
+    emit(rows, as_json, "\n".join(privacy_text(row) for row in rows))

@@ -1,0 +1,199 @@
+"""The command that runs a paper's table and prints our numbers beside it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedprompt.cli.options import AsJson, Overrides, Plugins, Quiet, Seeds, emit_rows, seed_numbers
+from fedprompt.cli.run_configs import say
+from fedprompt.errors import ConfigError, FedpromptError, StorageError
+from fedprompt.io.safe_text import safe_line
+
+if TYPE_CHECKING:
+    from fedprompt.config import Config
+    from fedprompt.papers.collect import Outcome, Request
+
+CHECKOUT = Path("benchmarks/accuracy")  # where results go in a checkout of the project
+
+
+def reproduce(
+    experiment: Annotated[
+        str | None, typer.Argument(help="Such as pfedbayespt/table1, or a YAML file; --list lists them.")
+    ] = None,
+    overrides: Overrides = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(help="A smaller size that the config offers, such as small; the paper's own when absent."),
+    ] = None,
+    seed: Seeds = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of result files; benchmarks/accuracy in a checkout.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the page of all results in the folder, and run nothing.")
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the tables there are.")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
+    """Run the whole grid of a paper's table, print ours beside the paper's, and store it. Stop it whenever you like and run it again."""
+    from fedprompt.papers import paper_configs
+
+    if listed:
+        emit_rows([_row(each) for each in paper_configs.experiments()], as_json)
+    elif page is not None:
+        _write_page(page, output or CHECKOUT)
+    elif experiment is None:
+        raise ConfigError(
+            "experiment must be given, such as pfedbayespt/table1; `fedprompt reproduce --list` lists all"
+        )
+    else:
+        _reproduce(paper_configs.find(experiment), overrides or [], scale, seed_numbers(seed), output, quiet, as_json)
+
+
+def _row(experiment: Any) -> dict[str, Any]:
+    from fedprompt.config import config_files
+
+    raw = config_files.read(experiment.path)
+    known = bool((raw.get(config_files.PUBLISHED) or {}).get("rows"))
+    return {
+        "name": experiment.name,
+        "scales": ",".join(raw.get("scales", {})) or "-",
+        "published": "yes" if known else "not known",
+        "what": experiment.title,
+    }
+
+
+def _write_page(path: Path, folder: Path) -> None:
+    from fedprompt.errors import RunError
+    from fedprompt.io.files import write_atomically
+    from fedprompt.papers import results_page
+
+    found = results_page.load_all(folder)
+    if not found:
+        raise RunError(f"result: {str(folder)!r} must hold result files, but there is none")
+    write_atomically(path, results_page.page(found).encode())
+    say(f"page: {path}")
+
+
+def _reproduce(
+    experiment: Any,
+    overrides: list[str],
+    scale: str | None,
+    seeds: list[int],
+    output: Path | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    from fedprompt.config import config_files
+    from fedprompt.papers import collect, published_numbers, result_file
+
+    request = collect.Request(experiment, scale, tuple(overrides), tuple(seeds))
+    numbers = published_numbers.read(config_files.read(experiment.path).get(config_files.PUBLISHED))
+    configs = request.configs()  # all of them now: a mistake in the last one shows before the first one starts
+    folder = output or (CHECKOUT if CHECKOUT.is_dir() else Path(configs[0].output.directory) / "results")
+    path = folder / f"{request.name()}.json"
+    before = result_file.load(path) if path.exists() else None
+    if before is not None:
+        gone = {cell.family for cell in before.cells if cell.runs} - {config.family() for config in configs}
+        if gone:
+            say(f"will replace {len(gone)} stored cells of other settings; name= gives an experiment a file of its own")
+    outcomes, codes = _run(configs, request, quiet or as_json)
+    result = collect.assemble(request, numbers, outcomes, before)
+    result_file.save(result, path)
+    if as_json:
+        typer.echo(path.read_text(encoding="utf-8"), nl=False)
+    else:
+        _show(result)
+    say(f"result file: {path}")
+    if codes:
+        say(f"failed: {len(codes)} of {len(configs)} runs; the same command tries them again")
+        raise typer.Exit(codes[0])
+
+
+def _run(configs: list[Config], request: Request, quiet: bool) -> tuple[list[Outcome], list[int]]:
+    """The results of all runs of the grid, and the exit codes of those that failed."""
+    from rich.console import Console
+
+    from fedprompt.experiment import Experiment
+    from fedprompt.experiment.progress import LiveProgress
+    from fedprompt.experiment.run_file import refuse_another_run
+    from fedprompt.papers import collect
+
+    experiments = [Experiment(config) for config in configs]
+    for (
+        each
+    ) in experiments:  # before the first one starts: a run in the way is a mistake in the command, not a failed cell
+        refuse_another_run(each.config, resume=True)
+    console, checksums = Console(stderr=True), dict[str, str | None]()
+    outcomes, codes = [], []
+    clock = GridClock(len(configs), sum(not collect.is_finished(config) for config in configs))
+    for number, (config, made) in enumerate(zip(configs, experiments, strict=True), start=1):
+        observer = None
+        try:
+            if not collect.is_finished(config):
+                if not quiet:
+                    console.print(clock.line(number, config), highlight=False, markup=False, soft_wrap=True)
+                    observer = LiveProgress(console)
+                with clock:
+                    made.run(resume=True, observer=observer).close()
+            outcomes.append(collect.recorded(config, checksums))
+        except KeyboardInterrupt:
+            say(f"stopped at run {number} of {len(configs)}; every finished round is kept. The same command goes on.")
+            raise
+        except StorageError:  # the next runs would use the same disk
+            raise
+        except FedpromptError as error:
+            say(f"FAILED: {config.run_name}: {error}")
+            outcomes.append(collect.failed(config, error))
+            codes.append(error.exit_code)
+        finally:
+            if observer is not None:
+                observer.stop()
+    if not quiet:
+        console.print(f"{request.name()}: {len(configs)} runs, {clock.kept} of them were there, {len(codes)} failed")
+    return outcomes, codes
+
+
+class GridClock:
+    """How far a grid is and how long the rest may take."""
+
+    def __init__(self, runs: int, to_do: int) -> None:
+        self._runs, self._to_do = runs, to_do
+        self._seconds: list[float] = []
+        self._begin = 0.0
+        self.kept = runs - to_do
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds.append(time.perf_counter() - self._begin)
+
+    def line(self, number: int, config: Config) -> str:
+        """Before a run starts: its place in the grid, and the time that is left, by the mean of those made so far."""
+        left = "ETA unknown"
+        if self._seconds:
+            seconds = sum(self._seconds) / len(self._seconds) * (self._to_do - len(self._seconds))
+            left = f"ETA {int(seconds // 3600)}:{int(seconds % 3600 // 60):02d}:{int(seconds % 60):02d}"
+        return f"run {number} of {self._runs} · {left} · {self.kept} kept · {config.run_name}"
+
+
+def _show(result: Any) -> None:
+    from rich.console import Console
+
+    from fedprompt.papers.results_page import reproduction_notes, rich_table, tables
+
+    console = Console()
+    console.print(f"\n{safe_line(result.title)}", style="bold", highlight=False, markup=False)
+    for paragraph in result.about:
+        console.print(safe_line(paragraph), highlight=False, markup=False)
+    for table in tables(result):
+        console.print(rich_table(table))
+    for note in reproduction_notes(result):
+        console.print(f"- {safe_line(note)}", highlight=False, markup=False)

@@ -1,0 +1,117 @@
+"""What a step asks of the frozen backbone, and how many clients therefore make one good batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fedprompt.client.step import changes_images, first_block, inserted, make_batch
+from fedprompt.core.method import Method, World
+from fedprompt.errors import ContractError
+from fedprompt.features.feature_tables import tokens_name
+from fedprompt.features.image_bank import Images
+from fedprompt.random_streams import SERVER, Stream, stream
+from fedprompt.tensors import Tensors
+
+ENOUGH_ROWS = 2048  # tokens in one pass of the frozen backbone
+MOST_CLIENTS = 16  # that work at the same time, however small they are
+NAME_TOKENS = 6  # of a class name with what frames it, about
+
+Noise = Callable[[Method, int, bool, Stream], Tensors]  # the random draws of a step, on the right device
+Axes = Mapping[str, tuple[int, int]]  # by draw, the axis that goes over the images and how many rows each has there
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a step asks of the backbone."""
+
+    per_image: int
+    """Tokens that go through it for every image."""
+    per_client: int
+    """And for every client on top of that."""
+    features: tuple[str, ...]
+    """What it reads of the images, by the names of `ImageBank.prefetch`."""
+    axes: Axes
+    foldable: bool
+    """Whether several clients can share a pass."""
+
+
+class Demands:
+    """Finds out what steps ask for. Only sizes decide, so the bits of a run depend neither on the machine nor on its history.
+
+    Folding clients pays as long as a batch is too small to keep the matrix products busy; beyond `ENOUGH_ROWS` tokens it only
+    costs memory.
+    """
+
+    def __init__(self, world: World, cohort: int | Literal["auto"], noise: Noise) -> None:
+        self._world, self._cohort, self._noise = world, cohort, noise
+        self._known: list[tuple[Method, bool, object, Demand]] = []
+
+    @property
+    def most(self) -> int:
+        """Clients whose parameters are held at the same time."""
+        return MOST_CLIENTS if self._cohort == "auto" else self._cohort
+
+    def clients(self, demand: Demand, batch: int) -> int:
+        """How many clients share a pass, with batches of so many images."""
+        if not demand.foldable:
+            return 1
+        if self._cohort != "auto":
+            return self._cohort
+        return max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, demand.per_image * batch + demand.per_client)))
+
+    def of(self, step: Method, params: Tensors, images: Images, training: bool) -> Demand:
+        """The demand of a step on clients whose parameters look like these; asked of one image."""
+        kind = alike(params)
+        for known, trained, looks, demand in self._known:
+            if trained == training and looks == kind and known == step:
+                return demand
+        found = self._asked(step, params, images, training)
+        self._known.append((step, training, kind, found))
+        return found
+
+    def _asked(self, step: Method, params: Tensors, images: Images, training: bool) -> Demand:
+        world = self._world
+        image = make_batch(step, images, torch.zeros(1, dtype=torch.long), training)
+        with torch.no_grad():
+            given = step.prompts(world, params, image, self._drawn(step, 1, training))
+        tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
+        passes = changes_images(given, step.reads)
+        return Demand(
+            per_image=given.repeat * tokens if passes else 0,
+            per_client=sum(world.classes * (context.tokens.shape[-2] + NAME_TOKENS) for context in given.text.values()),
+            features=(*step.needs, *((tokens_name(first_block(given)),) if passes else step.reads)),
+            axes=self._axes(step, training),
+            foldable=not given.weights,
+        )
+
+    def _axes(self, step: Method, training: bool) -> Axes:
+        """Which axis goes over the images is the one that grows with their number."""
+        sizes = (5, 7)
+        few, more = (self._drawn(step, size, training) for size in sizes)
+        found = {}
+        for name, tensor in few.items():
+            grown = [
+                (axis, short, long)
+                for axis, (short, long) in enumerate(zip(tensor.shape, more[name].shape, strict=True))
+                if short != long
+            ]
+            if not grown:
+                continue
+            axis, short, long = grown[0]
+            if len(grown) > 1 or short % sizes[0] or long != short // sizes[0] * sizes[1]:
+                rule = "have one axis over the images, as long as a multiple of their number, draw after draw"
+                raise ContractError(f"noise {name!r} of {type(step).__name__} must {rule}")
+            found[name] = (axis, short // sizes[0])
+        return found
+
+    def _drawn(self, step: Method, size: int, training: bool) -> Tensors:
+        return self._noise(step, size, training, stream(0, 0, SERVER, "sizes"))
+
+
+def alike(params: Tensors) -> tuple[Any, ...]:
+    """Clients can be stacked if they agree on this."""
+    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(params.items()))

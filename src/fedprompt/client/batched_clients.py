@@ -1,0 +1,283 @@
+"""Many clients as one batch: a step of a whole cohort, exact in values and gradients.
+
+What a method does with its parameters is mapped over the clients (`torch.func.vmap`); the frozen backbone between those
+parts sees one batch of everybody's images, each with the tokens of its client. Clients with fewer images are filled up
+with copies that have weight 0 in `Batch.weights`.
+
+A method that changes the weights of the backbone cannot share a pass with other clients: it goes client by client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedprompt.client.batch_schedule import Timetable
+from fedprompt.client.batch_sizing import Axes, Demand
+from fedprompt.client.step import changes_images, encode_text, first_block, inserted
+from fedprompt.core.method import Batch, Method, Prompts, Seen, World
+from fedprompt.features.feature_tables import tokens_name
+from fedprompt.features.image_bank import ImageBank
+from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Together:
+    """Parameters of several clients: stacked (N, ...), but for those that all have in common."""
+
+    stacked: Tensors
+    common: Tensors = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, each: Sequence[Tensors], trained: Sequence[str] = ()) -> Together:
+        """`trained` are those that will differ, however they begin."""
+        stacked, common = {}, {}
+        for name, first in each[0].items():
+            tensors = [params[name] for params in each]
+            same = all(_is_same(first, other) for other in tensors)
+            if same and name not in trained:
+                common[name] = first
+            else:
+                stacked[name] = first.expand(len(each), *first.shape) if same else torch.stack(tensors)
+        return cls(stacked, common)
+
+    def of_client(self, place: int) -> Tensors:
+        return {**self.common, **{name: tensor[place] for name, tensor in self.stacked.items()}}
+
+    def first(self, count: int) -> Together:
+        return Together({name: tensor[:count] for name, tensor in self.stacked.items()}, self.common)
+
+    def changed(self, changes: Tensors) -> Together:
+        """With other values of the first clients, as many as the changes have."""
+        stacked = dict(self.stacked)
+        for name, tensor in changes.items():
+            rest = stacked[name][len(tensor) :] if name in stacked else tensor[:0]
+            stacked[name] = torch.cat([tensor, rest]) if len(rest) else tensor
+        return Together(stacked, {name: tensor for name, tensor in self.common.items() if name not in changes})
+
+
+def _is_same(first: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one piece of memory, looked at in the same way."""
+    return first is other or (
+        first.data_ptr() == other.data_ptr() and first.shape == other.shape and first.stride() == other.stride()
+    )
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A batch of N clients, B images each."""
+
+    indices: Tensor  # (N, B) of the images in the source
+    labels: Tensor  # (N, B)
+    rows: Tensors  # (N * B, ...) features and tokens of the images, by the names of `ImageBank.prefetch`
+    features: Tensors  # (N, B, ...) those of them that the method needs
+    weights: Tensor | None  # (N, B), 0 for copies that fill up; None where there are none
+    noise: Tensors  # (N, ...)
+    training: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        table: Timetable,
+        step: int,
+        noise: Sequence[Tensors],
+        demand: Demand,
+        method: Method,
+        world: World,
+        bank: ImageBank,
+        training: bool,
+    ) -> Folded:
+        """One step of a timetable with the draws of its clients. Here its images are decoded, or read from the cache."""
+        sizes = table.now(step)
+        count, width = len(sizes), max(sizes)
+        indices = table.indices[:count, step, :width]
+        weights = None
+        if min(sizes) < width:
+            weights = (torch.arange(width) < torch.tensor(sizes)[:, None]).to(world.device, world.dtype)
+        rows = bank.load(indices.flatten(), demand.features)
+        features = {name: rows[name].unflatten(0, indices.shape) for name in method.needs}
+        labels = table.labels[:count, step, :width]
+        return cls(indices, labels, rows, features, weights, fill_up(noise, sizes, demand.axes), training)
+
+    def read(self, bank: ImageBank, name: str) -> Tensor:
+        """Features (N * B, ...) of all images; those that were not announced are read now."""
+        rows = self.rows.get(name)
+        return bank.features(name, self.indices.flatten()) if rows is None else rows
+
+    def tokens(self, bank: ImageBank, start: int) -> Tensor:
+        """The inputs (N * B, T, d) of one block."""
+        rows = self.rows.get(tokens_name(start))
+        return bank.tokens(self.indices.flatten(), start) if rows is None else rows
+
+    @property
+    def images(self) -> Tensors:
+        """What is known of every image, to be mapped over the clients."""
+        return {"labels": self.labels} if self.weights is None else {"labels": self.labels, "weights": self.weights}
+
+    def batch(self, images: Tensors, features: Tensors) -> Batch:
+        """One client's part, inside a mapped function."""
+        return Batch(images["labels"], features, images.get("weights"), self.training)
+
+    def of_client(self, place: int) -> Batch:
+        """One client's part, with what fills it up."""
+        return self.batch(
+            {name: tensor[place] for name, tensor in self.images.items()},
+            {name: tensor[place] for name, tensor in self.features.items()},
+        )
+
+
+def over_clients(function: Callable[..., Any], *groups: Tensors) -> Any:
+    """`torch.func.vmap` of a function of dictionaries. They are handed over flat, because walking through nested ones costs
+    more than the arithmetic of a small step.
+    """
+    names = [tuple(group) for group in groups]
+
+    def flat(*tensors: Tensor) -> Any:
+        left = iter(tensors)
+        return function(*({name: next(left) for name in each} for each in names))
+
+    return torch.func.vmap(flat)(*(tensor for group in groups for tensor in group.values()))
+
+
+def forward_together(step: Method, world: World, params: Together, bank: ImageBank, folded: Folded) -> Seen:
+    """The frozen backbone once for all clients. What is seen has the clients in front: (N, rows of a client, ...)."""
+    clients, size = folded.labels.shape
+    plan, slots, contexts, extra = _asked(step, world, params, folded)
+    text = encode_text(world, plan.text, contexts)
+    if not changes_images(plan, step.reads):
+        found = {name: folded.read(bank, name).unflatten(0, (clients, size)) for name in step.reads}
+        if plan.repeat > 1:
+            found = {name: value.repeat(1, plan.repeat, *[1] * (value.dim() - 2)) for name, value in found.items()}
+        return Seen(**found, text=text, extra=extra)
+    start = first_block(plan)
+    tokens = folded.tokens(bank, start)
+    if plan.repeat > 1:
+        tokens = tokens.unflatten(0, (clients, size)).repeat(1, plan.repeat, 1, 1).flatten(0, 1)
+
+    def later(cls: Tensor) -> list[VisionPrompt]:
+        joining, more, asked = _asked_later(step, world, params, folded, cls)
+        extra.update(more)
+        return _folded(joining, asked)
+
+    pause = None if plan.pause is None else (plan.pause, later)
+    seen = bank.backbone.run(tokens, _folded(slots, inserted(plan.vision)), step.reads, start, pause)
+    return Seen(**{name: value.unflatten(0, (clients, -1)) for name, value in seen.items()}, text=text, extra=extra)
+
+
+def losses_together(step: Method, world: World, params: Together, bank: ImageBank, folded: Folded) -> Tensor:
+    """One loss for every client (N,)."""
+
+    def loss(params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        logits = step.logits(world, params, seen, batch, noise)
+        return step.loss(world, params, logits, seen, batch, noise)
+
+    return _read_out(loss, params, forward_together(step, world, params, bank, folded), folded)
+
+
+def predictions_together(method: Method, world: World, params: Together, seen: Seen, folded: Folded) -> Tensor:
+    """Probabilities (N, V, B, C) of V draws."""
+
+    def predict(params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return method.predict(world, params, seen, batch, noise)
+
+    return _read_out(predict, params, seen, folded)
+
+
+def _read_out(
+    read: Callable[[Tensors, Seen, Batch, Tensors], Tensor], params: Together, seen: Seen, folded: Folded
+) -> Tensor:
+    rows = _rows_of(seen)
+
+    def answer(
+        own: Tensors, rows: Tensors, text: Tensors, extra: Tensors, images: Tensors, features: Tensors, noise: Tensors
+    ) -> Tensor:
+        batch = folded.batch(images, features)
+        return read({**params.common, **own}, Seen(**rows, text=text, extra=extra), batch, noise)
+
+    groups = (params.stacked, rows, seen.text, seen.extra, folded.images, folded.features, folded.noise)
+    found: Tensor = over_clients(answer, *groups)
+    return found
+
+
+def seen_by(seen: Seen, place: int) -> Seen:
+    """What one client has seen."""
+    rows, text, extra = (
+        {name: tensor[place] for name, tensor in group.items()} for group in (_rows_of(seen), seen.text, seen.extra)
+    )
+    return Seen(**rows, text=text, extra=extra)
+
+
+def _rows_of(seen: Seen) -> Tensors:
+    names = ("cls", "patches", "prompts", "image", "image_patches")
+    return {name: value for name in names if (value := getattr(seen, name)) is not None and value.dim() > 1}
+
+
+def _asked(
+    step: Method, world: World, params: Together, folded: Folded
+) -> tuple[Prompts, tuple[Tensor, ...], Tensors, Tensors]:
+    """What the method wants inserted: the plan of one client, and the tensors of all of them."""
+    if type(step).prompts is Method.prompts:
+        return Prompts(), (), {}, {}
+    plans: list[Prompts] = []
+
+    def ask(
+        own: Tensors, images: Tensors, features: Tensors, noise: Tensors
+    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
+        batch = folded.batch(images, features)
+        given = step.prompts(world, {**params.common, **own}, batch, noise)
+        plans.append(given)
+        contexts = {name: context.tokens for name, context in given.text.items()}
+        return _tokens(inserted(given.vision)), contexts, given.extra
+
+    slots, contexts, extra = over_clients(ask, params.stacked, folded.images, folded.features, folded.noise)
+    return plans[0], slots, contexts, dict(extra)
+
+
+def _asked_later(
+    step: Method, world: World, params: Together, folded: Folded, cls: Tensor
+) -> tuple[tuple[Tensor, ...], Tensors, tuple[VisionPrompt, ...]]:
+    plans: list[Prompts] = []
+
+    def ask(
+        own: Tensors, rows: Tensors, images: Tensors, features: Tensors, noise: Tensors
+    ) -> tuple[tuple[Tensor, ...], Tensors]:
+        batch = folded.batch(images, features)
+        given = step.later(world, {**params.common, **own}, rows["cls"], batch, noise)
+        plans.append(given)
+        return _tokens(inserted(given.vision)), given.extra
+
+    rows = {"cls": cls.unflatten(0, (len(folded.labels), -1))}
+    joining, extra = over_clients(ask, params.stacked, rows, folded.images, folded.features, folded.noise)
+    return joining, extra, inserted(plans[0].vision)
+
+
+def _tokens(slots: Sequence[VisionPrompt]) -> tuple[Tensor, ...]:
+    """The tokens of each slot: one set for all rows of a client (1, blocks, n, d), or one for each of them."""
+    return tuple(slot.tokens if slot.tokens.dim() == 4 else slot.tokens.unsqueeze(0) for slot in slots)
+
+
+def _folded(tokens: Sequence[Tensor], slots: Sequence[VisionPrompt]) -> list[VisionPrompt]:
+    return [replace(slot, tokens=each.flatten(0, 1)) for each, slot in zip(tokens, slots, strict=True)]
+
+
+def fill_up(noise: Sequence[Tensors], sizes: Sequence[int], axes: Axes) -> Tensors:
+    """The draws of clients with batches of different sizes, stacked; `axes` says where the images are."""
+    width = max(sizes)
+
+    def filled(name: str, tensor: Tensor, size: int) -> Tensor:
+        if size == width or name not in axes:
+            return tensor
+        axis, times = axes[name]
+        runs = tensor.unflatten(axis, (times, size))
+        copies = runs.narrow(axis + 1, 0, 1).expand(*runs.shape[: axis + 1], width - size, *runs.shape[axis + 2 :])
+        return torch.cat([runs, copies], dim=axis + 1).flatten(axis, axis + 1)
+
+    return {
+        name: torch.stack([filled(name, each[name], size) for each, size in zip(noise, sizes, strict=True)])
+        for name in noise[0]
+    }

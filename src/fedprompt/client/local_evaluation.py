@@ -1,0 +1,132 @@
+"""What clients predict of their test images: one client, or several as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fedprompt.client.batch_schedule import in_order, timetable
+from fedprompt.client.batch_sizing import Demand, Demands, Noise, alike
+from fedprompt.client.batched_clients import Folded, Together, forward_together, predictions_together, seen_by
+from fedprompt.client.step import forward, make_batch
+from fedprompt.config import Config
+from fedprompt.core.method import Method, World
+from fedprompt.errors import DivergenceError
+from fedprompt.features.image_bank import ImageBank, Images
+from fedprompt.random_streams import stream
+from fedprompt.tensors import Tensors
+
+Predicted = tuple[Tensor, dict[str, float]]  # probabilities (V, images, C) of V draws, and the method's own numbers
+
+
+class Means:
+    """Averages of named numbers over samples."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._samples = 0
+
+    def add(self, numbers: Mapping[str, Tensor], samples: int) -> None:
+        """Numbers for all samples of a batch, or for each of them, of which those behind `samples` do not count."""
+        self._samples += samples
+        for name, number in numbers.items():
+            mean = number[:samples].mean() if number.dim() else number
+            self._sums[name] = self._sums.get(name, 0.0) + float(mean) * samples
+
+    def values(self) -> dict[str, float]:
+        return {name: total / self._samples for name, total in self._sums.items()}
+
+
+class Testing:
+    """Asks a method for its predictions."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        method: Method,
+        bank: ImageBank,
+        noise: Noise,
+        demands: Demands,
+    ) -> None:
+        self.config, self.world, self.method, self.bank = config, world, method, bank
+        self.noise, self.demands = noise, demands
+
+    def run(self, params: Mapping[int, Tensors], images: Mapping[int, Images], round: int) -> dict[int, Predicted]:
+        """What each client predicts of all its images; a DivergenceError where that is no number."""
+        found: dict[int, Predicted] = {}
+        with torch.no_grad():
+            for group, demand in self._groups(params, images):
+                if len(group) == 1:
+                    found[group[0]] = self._alone(group[0], demand, params[group[0]], images[group[0]], round)
+                else:
+                    found |= self._together(group, demand, params, images, round)
+        for client, (probabilities, _) in found.items():
+            if not torch.isfinite(probabilities).all():
+                name = self.world.client_names[client]
+                raise DivergenceError(
+                    f"predictions of client {name!r} in round {round} must be finite, got NaN or infinity"
+                )
+        return found
+
+    def _groups(
+        self, params: Mapping[int, Tensors], images: Mapping[int, Images]
+    ) -> Iterator[tuple[list[int], Demand]]:
+        """Clients that are tested together, those with more images first: as a batch goes on, those that are done fall off."""
+        kinds: dict[object, list[int]] = {}
+        for client in sorted(params, key=lambda client: -len(images[client])):
+            kinds.setdefault(alike(params[client]), []).append(client)
+        for clients in kinds.values():
+            first, most = clients[0], min(len(images[clients[0]]), self.config.federation.evaluation_batch)
+            demand = self.demands.of(self.method, params[first], images[first], training=False)
+            size = self.demands.clients(demand, most)
+            for start in range(0, len(clients), size):
+                ahead = [
+                    torch.from_numpy(images[client].indices) for client in clients[start + size : start + 2 * size]
+                ]
+                if ahead:  # decoded while these are tested
+                    self.bank.prefetch(torch.cat(ahead), demand.features)
+                yield clients[start : start + size], demand
+
+    def _alone(self, client: int, demand: Demand, params: Tensors, images: Images, round: int) -> Predicted:
+        draws, numbers = [], Means()
+        generator = stream(self.config.seed, round, client, "evaluation")
+        for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
+            loaded, everything = images.load(positions, demand.features), torch.arange(len(positions))
+            batch = make_batch(self.method, loaded, everything, training=False)
+            noise = self.noise(self.method, len(positions), False, generator)
+            seen = forward(self.method, self.world, params, loaded, everything, batch, noise)
+            draws.append(self.method.predict(self.world, params, seen, batch, noise))
+            numbers.add(self.method.diagnostics(self.world, params, seen, batch), len(positions))
+        return torch.cat(draws, dim=1), numbers.values()
+
+    def _together(
+        self,
+        clients: list[int],
+        demand: Demand,
+        params: Mapping[int, Tensors],
+        images: Mapping[int, Images],
+        round: int,
+    ) -> dict[int, Predicted]:
+        method, size = self.method, self.config.federation.evaluation_batch
+        together = Together.of([params[client] for client in clients])
+        draws = [stream(self.config.seed, round, client, "evaluation") for client in clients]
+        own = [images[client] for client in clients]
+        table = timetable(own, [in_order(len(each), size) for each in own])
+        parts: dict[int, list[Tensor]] = {client: [] for client in clients}
+        numbers = {client: Means() for client in clients}
+        for step in range(table.steps):
+            sizes = table.now(step)
+            noise = [self.noise(method, each, False, draws[place]) for place, each in enumerate(sizes)]
+            folded = Folded.of(table, step, noise, demand, method, self.world, self.bank, training=False)
+            working = together.first(len(sizes))
+            seen = forward_together(method, self.world, working, self.bank, folded)
+            found = predictions_together(method, self.world, working, seen, folded)
+            for place, (client, each) in enumerate(zip(clients, sizes, strict=False)):  # some may be done
+                parts[client].append(found[place, :, :each])
+                batch = folded.of_client(place)
+                told = method.diagnostics(self.world, working.of_client(place), seen_by(seen, place), batch)
+                numbers[client].add(told, each)
+        return {client: (torch.cat(parts[client], dim=1), numbers[client].values()) for client in clients}

@@ -1,0 +1,265 @@
+"""Local training of one client or of several as one batch: the same loop, on parameters with the clients in front.
+
+Every client keeps to its own order of images, its own random draws, its own number of steps and its own momentum, so what
+comes out does not depend on who trains beside it. The clients are lined up by their number of steps: those that are done
+fall off at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedprompt.client.batch_schedule import Plan, Timetable, shuffled, timetable
+from fedprompt.client.batch_sizing import Demand, Demands, Noise, alike
+from fedprompt.client.batched_clients import Folded, Together, losses_together, over_clients
+from fedprompt.client.step import learning_rate, local_factor, sgd_step, step_loss
+from fedprompt.config import Config
+from fedprompt.core.method import Method, Progress, Stage, World
+from fedprompt.errors import ContractError, DivergenceError
+from fedprompt.features.image_bank import ImageBank, Images, LoadedImages
+from fedprompt.random_streams import Stream, stream
+from fedprompt.tensors import Tensors
+
+Gradients = Callable[[int, Tensors], Tensors]  # what becomes of the gradients of a client
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A client with what it trains on and from."""
+
+    client: int
+    images: Images
+    params: Tensors
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training made of a client."""
+
+    params: Tensors
+    progress: Progress
+    loss: float | None
+    """Mean over all images it stepped on."""
+
+
+@dataclass(frozen=True)
+class LinedUp:
+    """The clients of a stage, in the order of the rows of everything here."""
+
+    clients: list[int]
+    images: list[Images]
+    table: Timetable
+    demand: Demand
+    draws: list[Stream]
+    """Of the random draws of the steps."""
+    rates: dict[str, float]
+    curves: list[list[float]]
+    """By client and step, a factor on the rates."""
+
+    def factors(self, step: int) -> Tensor | None:
+        """Of the clients that are not done yet; None where all are 1."""
+        found = [each[step] for each in self.curves if step < len(each)]
+        return None if all(factor == 1.0 for factor in found) else torch.tensor(found)
+
+
+class LocalTraining:
+    """Runs the stages of a method for clients whose images and parameters are at hand."""
+
+    def __init__(self, config: Config, world: World, bank: ImageBank, noise: Noise, demands: Demands) -> None:
+        self.config, self.world, self.bank, self.noise, self.demands = config, world, bank, noise, demands
+
+    def run(
+        self,
+        stages: Sequence[Stage],
+        trainees: Sequence[Trainee],
+        round: int,
+        purpose: str = "",
+        fitting: bool = False,
+        gradients: Gradients | None = None,
+    ) -> list[Trained | DivergenceError]:
+        """Train all; a client whose loss is not finite fails alone.
+
+        `fitting` before an evaluation is no part of the schedule and starts at the full rates. `gradients` changes the
+        gradients of a client before they are used.
+        """
+        found: dict[int, Trained | DivergenceError] = {}
+        kinds: dict[object, list[Trainee]] = {}
+        for trainee in trainees:
+            kinds.setdefault(alike(trainee.params), []).append(trainee)
+        for group in kinds.values():
+            found |= self._group(stages, group, round, purpose, fitting, gradients)
+        return [found[trainee.client] for trainee in trainees]
+
+    def _group(
+        self,
+        stages: Sequence[Stage],
+        trainees: list[Trainee],
+        round: int,
+        purpose: str,
+        fitting: bool,
+        gradients: Gradients | None,
+    ) -> dict[int, Trained | DivergenceError]:
+        """Clients whose parameters have the same names and shapes."""
+        tallies = {trainee.client: Tally() for trainee in trainees}
+        params = {trainee.client: trainee.params for trainee in trainees}
+        for stage in stages:
+            if not stage.trainable or not stage.epochs or stage.steps == 0:
+                continue
+            for line in self._lined_up(stage, trainees, params, round, purpose, fitting):
+                together = Together.of([params[client] for client in line.clients], stage.trainable)
+                together, losses = self._stage(stage, together, line, gradients)
+                for place, client in enumerate(line.clients):
+                    params[client] = together.of_client(place)
+                    tallies[client].add(losses[place], line.table.sizes[place], line.rates, line.curves[place])
+        return {
+            client: tally.outcome(params[client], self.world.client_names[client], round)
+            for client, tally in tallies.items()
+        }
+
+    def _lined_up(
+        self,
+        stage: Stage,
+        trainees: Sequence[Trainee],
+        params: Mapping[int, Tensors],
+        round: int,
+        purpose: str,
+        fitting: bool,
+    ) -> Iterator[LinedUp]:
+        """The clients of a stage with all they need, those with most steps first, as many at a time as make a good batch."""
+        train, seed = self.config.train, self.config.seed
+        plans: dict[int, Plan] = {}
+        shares: dict[int, Images] = {}
+        for trainee in trainees:
+            client = trainee.client
+            order = stream(seed, round, client, f"{purpose}batches.{stage.name}")
+            shares[client] = self.share(trainee.images, stage, client)
+            plans[client] = shuffled(len(shares[client]), train.batch_size, stage.epochs, stage.steps, order)
+        clients = sorted(plans, key=lambda client: -len(plans[client][1]))
+        rounds = self.config.federation.rounds
+        rates = {name: learning_rate(train, name, 1 if fitting else max(round, 1), rounds) for name in stage.trainable}
+        most = max(max(sizes) for _, sizes in plans.values())
+        demand = self.demands.of(stage.step, params[clients[0]], shares[clients[0]], training=True)
+        size = self.demands.clients(demand, most)
+        for start in range(0, len(clients), size):
+            group = clients[start : start + size]
+            images = [shares[client] for client in group]
+            ahead = [torch.from_numpy(shares[client].indices) for client in clients[start + size : start + 2 * size]]
+            if ahead:  # decoded while this group trains
+                self.bank.prefetch(torch.cat(ahead), demand.features)
+            draws = [stream(seed, round, client, f"{purpose}noise.{stage.name}") for client in group]
+            curves = [self._curve(len(plans[client][1])) for client in group]
+            table = timetable(images, [plans[client] for client in group])
+            yield LinedUp(group, images, table, demand, draws, rates, curves)
+
+    def _curve(self, steps: int) -> list[float]:
+        """A client's own schedule in a stage: the factors on its rates."""
+        return [local_factor(self.config.train, step, steps) for step in range(steps)]
+
+    def _stage(
+        self, stage: Stage, together: Together, line: LinedUp, gradients: Gradients | None
+    ) -> tuple[Together, Tensor]:
+        """All steps of a stage: the parameters after it, and the losses (N, steps)."""
+        losses: list[Tensor] = []
+        velocity: Tensors = {}
+        for number in range(line.table.steps):
+            count = len(line.table.now(number))
+            now = together.first(count)
+            leaves = {name: now.stacked[name].detach().requires_grad_() for name in stage.trainable}
+            inputs = self._load(stage.step, line, number)
+            loss = self._losses(stage.step, now.changed(leaves), inputs)
+            if not loss.requires_grad:
+                raise ContractError(
+                    f"stage {stage.name!r} must depend on one of its trainables {', '.join(stage.trainable)}"
+                )
+            found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+            slopes = dict(zip(leaves, found, strict=True))
+            if gradients is not None:
+                each = [
+                    gradients(client, {name: slope[place] for name, slope in slopes.items()})
+                    for place, client in enumerate(line.clients[:count])
+                ]
+                slopes = Together.of(each, stage.trainable).stacked
+            before = {name: now.stacked[name] for name in stage.trainable}
+            kept = {name: speed[:count] for name, speed in velocity.items()}
+            stepped, velocity = sgd_step(before, slopes, kept, line.rates, self.config.train, line.factors(number))
+            together = together.changed(self._corrected(stage.step, stepped, now, number))
+            done = len(line.clients) - count
+            losses.append(F.pad(loss.detach(), (0, done)) if done else loss.detach())
+        return together, torch.stack(losses, dim=1)
+
+    def _load(self, method: Method, line: LinedUp, number: int) -> Folded | tuple[LoadedImages, Tensors]:
+        """The images and random draws of one step, of one client or of several."""
+        sizes = line.table.now(number)
+        noise = [self.noise(method, size, True, line.draws[place]) for place, size in enumerate(sizes)]
+        if len(sizes) == 1:
+            positions = line.table.positions[0, number, : sizes[0]]
+            return line.images[0].load(positions, line.demand.features), noise[0]
+        return Folded.of(line.table, number, noise, line.demand, method, self.world, self.bank, training=True)
+
+    def _losses(self, method: Method, params: Together, inputs: Folded | tuple[LoadedImages, Tensors]) -> Tensor:
+        """The losses (N,) of one step."""
+        if isinstance(inputs, Folded):
+            return losses_together(method, self.world, params, self.bank, inputs)
+        images, noise = inputs
+        everything = torch.arange(len(images))
+        return step_loss(method, self.world, params.of_client(0), images, everything, noise).unsqueeze(0)
+
+    def _corrected(self, method: Method, stepped: Tensors, before: Together, number: int) -> Tensors:
+        """What the method makes of the optimiser's step of every client."""
+        if type(method).after_step is Method.after_step:
+            return stepped
+
+        def correct(stepped: Tensors, own: Tensors) -> Tensors:
+            return method.after_step(self.world, stepped, {**before.common, **own}, number)
+
+        return dict(over_clients(correct, stepped, before.stacked))
+
+    def share(self, images: Images, stage: Stage, client: int) -> Images:
+        """The images a stage is for."""
+        if stage.share == (0.0, 1.0):
+            return images
+        order = stream(self.config.seed, 0, client, "shares").permutation(len(images))
+        return images.part(*stage.share, order)
+
+    def steps(self, stages: Sequence[Stage], images: Images, client: int) -> int:
+        """How many steps a client takes."""
+        total = 0
+        for stage in stages:
+            count = len(self.share(images, stage, client))
+            steps = stage.epochs * math.ceil(count / self.config.train.batch_size) if stage.trainable else 0
+            total += steps if stage.steps is None else min(steps, stage.steps)
+        return total
+
+
+class Tally:
+    """What the steps of one client add up to."""
+
+    def __init__(self) -> None:
+        self.steps, self.losses, self.images = 0, 0.0, 0
+        self.sizes: dict[str, float] = {}
+        self.diverged: float | None = None  # the first loss that is not finite
+
+    def add(self, losses: Tensor, sizes: Sequence[int], rates: dict[str, float], curve: Sequence[float]) -> None:
+        """Losses and batch sizes of the steps of a stage, its rates and the factors on them."""
+        self.steps += len(sizes)
+        self.images += sum(sizes)
+        for loss, size in zip(losses.tolist(), sizes, strict=False):  # the client may be done before the others
+            self.losses += loss * size
+            if self.diverged is None and not math.isfinite(loss):
+                self.diverged = loss
+        for name, rate in rates.items():
+            self.sizes[name] = self.sizes.get(name, 0.0) + sum(curve) * rate
+
+    def outcome(self, params: Tensors, name: str, round: int) -> Trained | DivergenceError:
+        if self.diverged is not None:
+            return DivergenceError(
+                f"training loss of client {name!r} in round {round} must be finite, got {self.diverged}; "
+                "try a smaller train.lr or train.lrs"
+            )
+        return Trained(params, Progress(self.steps, self.sizes), self.losses / self.images if self.images else None)

@@ -1,0 +1,43 @@
+"""Settings of an experiment: models, files, overrides, sweeps and strict YAML. Free of torch."""
+
+from fedprompt.config.settings import (
+    NO_RESULT,
+    PRIVACY_PRESETS,
+    AggregationConfig,
+    AttackConfig,
+    BackboneConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    FederationConfig,
+    GuardConfig,
+    OutputConfig,
+    PartitionConfig,
+    PrivacyConfig,
+    Section,
+    TrainConfig,
+    complaints,
+    difference,
+    parse,
+)
+
+__all__ = [
+    "NO_RESULT",
+    "PRIVACY_PRESETS",
+    "AggregationConfig",
+    "AttackConfig",
+    "BackboneConfig",
+    "Config",
+    "DataConfig",
+    "EngineConfig",
+    "FederationConfig",
+    "GuardConfig",
+    "OutputConfig",
+    "PartitionConfig",
+    "PrivacyConfig",
+    "Section",
+    "TrainConfig",
+    "complaints",
+    "difference",
+    "parse",
+]

@@ -1,0 +1,469 @@
+"""The settings of an experiment: pydantic models, what is wrong with a value, and a stable hash.
+
+This module must stay free of torch: the command line validates and prints configs without it. A method's own settings are the fields of its
+dataclass; `fedprompt.core.registry.build` checks them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from fedprompt.config.registries import AGGREGATORS, ENGINES, PARTITIONS, SOURCES, In
+from fedprompt.errors import ConfigError
+
+MOST_ROUNDS = 1_000_000
+MOST_EPOCHS = 100_000
+
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=150, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
+
+SiteName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+
+
+def _on_disk(value: str) -> str:
+    """A name that a file system can have."""
+    if "\0" in value or len(value) > 1024 or any(len(part.encode()) > 255 for part in value.split("/")):
+        raise ValueError("be a path of at most 1024 letters, 255 bytes in each part, and no null character")
+    return value
+
+
+Location = Annotated[str, AfterValidator(_on_disk)]  # a path, or a name that may be one
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and nothing is converted silently: the text "False" is not a boolean."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class Extensible(Section):
+    """A section that names something others can add to. Where there are no `options`, hashes and run files have none."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        if not values.get("options", True):
+            del values["options"]
+        return values
+
+
+class DataConfig(Extensible):
+    """Which images there are, and how they become squares."""
+
+    source: Location = "embedded"
+    """Where the images come from: `embedded`, `tiny`, a folder, a parquet file, or `hub:owner/name`."""
+    format: Annotated[str, In(SOURCES)] = "auto"
+    """How the source is read. `auto` finds out from the source itself."""
+    classes: Annotated[list[str], Field(min_length=1)] | None = None
+    """Keep only these classes, in this order. All when absent."""
+    novel: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    """Share of the classes, counted from the last, that are kept out of the federation. It is tested on them at the end."""
+    per_domain: Positive | None = None
+    """Keep at most this many images of every domain, spread evenly over the classes. All when absent."""
+    train_per_cell: Positive | None = None
+    """Keep at most this many training images of every pair of domain and class. All when absent."""
+    test_per_cell: Positive | None = None
+    """Keep at most this many test images of every pair of domain and class. All when absent."""
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Share of the images that become test images, where the source has no split of its own."""
+    split_seed: NotNegative = 0
+    """Seed that chooses those test images."""
+    resize: Literal["squash", "crop"] = "squash"
+    """How an image becomes a square: `squash` ignores its proportions, `crop` keeps the centre."""
+    options: dict[str, Any] = {}
+    """Settings of a `format` that is not of this package; see docs/extending.md."""
+
+
+class PartitionConfig(Extensible):
+    """Which client holds which images."""
+
+    scheme: Annotated[str, In(PARTITIONS)] = "domains"
+    """How images are dealt to clients. See docs/data.md."""
+    clients: Positive = 6
+    """Number of clients."""
+    domains_per_client: Positive = 1
+    """Domains that each client holds, with scheme `domains`."""
+    classes_per_client: Positive = 2
+    """Classes that each client holds, with scheme `classes`."""
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.3
+    """Concentration of the Dirichlet schemes. Smaller values make clients less alike."""
+    subsets: Positive = 2
+    """Number of disjoint subsets of the classes, with scheme `label_subsets`."""
+    subsets_per_client: Positive = 1
+    """Number of these subsets that each client holds, with scheme `label_subsets`."""
+    shots: Positive | None = None
+    """Training images per class, with scheme `disjoint`. All when absent."""
+    last_takes_rest: bool = False
+    """With scheme `disjoint`, every client gets round(classes / clients) classes, and the last one all others."""
+    min_train: Positive = 1
+    """Smallest number of training images that every client must get."""
+    min_test: Positive = 1
+    """Smallest number of test images that every client must get."""
+    max_tries: Positive = 100
+    """Number of Dirichlet draws before giving up on the smallest numbers of images."""
+    seed: NotNegative | None = None
+    """Seed of the partition. The seed of the experiment when absent."""
+    manifest: Location | None = None
+    """Path of the JSON file that lists the images of each client, with scheme `manifest`."""
+    options: dict[str, Any] = {}
+    """Settings of a `scheme` that is not of this package."""
+
+
+class BackboneConfig(Extensible):
+    """The frozen model every client holds."""
+
+    name: Location = "dinov2-small"
+    """The frozen model: a name from `fedprompt backbones`, a folder, a safetensors file, or a hub id."""
+    image_size: Positive | None = None
+    """Side of the images in pixels. The backbone's own when absent."""
+    stem: NotNegative = 0
+    """Number of first blocks that no prompt may enter. Their output is kept where memory allows."""
+    mean: tuple[float, float, float] | None = None
+    """Mean of each colour channel. Needed for weights without preprocessing; else it must be theirs."""
+    std: tuple[float, float, float] | None = None
+    """Standard deviation of each colour channel. Needed for weights without preprocessing; else it must be theirs."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """Checksum of the weight file. A file with another checksum is refused."""
+    revision: str | None = None
+    """Revision of a hub id: a branch, a tag or a commit."""
+    device: Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")] = "cpu"
+    """Device that computes: `cpu`, `mps`, `cuda` or `cuda:0`."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Precision of weights and activations."""
+    autocast: bool = False
+    """Multiply matrices in bfloat16, but keep weights and sums in `dtype`."""
+    options: dict[str, Any] = {}
+    """Settings of a backbone that is not of this package."""
+
+
+class TrainConfig(Section):
+    """Local training of one client in one round: SGD."""
+
+    epochs: Annotated[int, Field(ge=1, le=MOST_EPOCHS)] = 1
+    """Passes over a client's training images in one round."""
+    batch_size: Positive = 32
+    """Images in one training step."""
+    lr: Rate = 0.01
+    """Learning rate of every tensor that `lrs` does not name."""
+    lrs: dict[str, Rate] = {}
+    """Learning rates by name pattern of tensors, such as `head.*: 0.001`. The first pattern that matches counts."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of SGD."""
+    weight_decay: Rate = 0.0
+    """Weight decay of SGD."""
+    schedule: Literal["constant", "cosine", "local_cosine"] = "constant"
+    """Learning rate over time: constant, a cosine over the rounds, or one over the steps of each participation."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    """Largest norm of the gradient of a step; longer ones are shortened to it. No bound when absent."""
+
+
+class FederationConfig(Section):
+    """Rounds, participation, aggregation and evaluation."""
+
+    rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 10
+    """Number of rounds."""
+    fraction: Share = 1.0
+    """Share of the clients that train in one round."""
+    sampling: Literal["fixed", "poisson"] = "fixed"
+    """Who trains in a round: a fixed number of clients, or each client with probability `fraction`."""
+    secure_sum: bool = False
+    """Hide single updates from the server: it learns only their sum."""
+    weighting: Literal["samples", "uniform"] = "samples"
+    """How updates are weighted in the average: by the number of training images, or all equally."""
+    evaluate_every: Positive = 1
+    """Number of rounds from one evaluation to the next."""
+    evaluate_last: NotNegative = 10
+    """Number of last rounds that are all evaluated. The summary averages them."""
+    evaluate_at: Literal["personalised", "global", "after_local"] = "personalised"
+    """Which parameters of a client are evaluated, and when. See docs/concepts.md."""
+    evaluation_batch: Positive = 64
+    """Images in one batch of an evaluation."""
+    evaluate_clients: Positive | None = None
+    """Number of clients that are evaluated; they are drawn once. All when absent."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the clients that never train. When above 0, only these are evaluated."""
+    newcomer_epochs: Annotated[int, Field(ge=0, le=MOST_EPOCHS)] = 5
+    """Epochs for which a held-out client fits its head, or what else its method says, before it is evaluated."""
+    away: dict[str, tuple[Positive, Positive]] = {}
+    """Clients by name, each with the first and the last round in which it cannot be drawn."""
+
+    @field_validator("away")
+    @classmethod
+    def _in_order(cls, value: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        for name, (first, last) in value.items():
+            if first > last:
+                raise ValueError(f"give the first round before the last one ({name} has {first} and {last})")
+        return value
+
+
+class GuardConfig(Section):
+    """What an update must be like before it is aggregated, and what happens to a round that loses too many."""
+
+    quorum: Share = 0.5
+    """Share of the updates of a round that must be accepted for the round to count."""
+    repeats: NotNegative = 1
+    """Number of times a round below the quorum is repeated, each time with clients drawn anew."""
+    norm: Bound | None = None
+    """Largest L2 norm of an update over all shared tensors. Longer ones are refused. No bound when absent."""
+    norm_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Largest L2 norm of an update as a multiple of the median over the round. No bound when absent."""
+    weight_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 20.0
+    """Largest weight of a client, as a multiple of the round's median number of images. Null for no bound."""
+    max_samples: Positive = 10_000_000
+    """Largest number of images a client may claim. An update that claims more is refused."""
+    max_bytes: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    """Largest size of a message in bytes. When absent, the size of the declared tensors and some room."""
+
+
+class AggregationConfig(Extensible):
+    """How the shared tensors of a cohort become one set. Every rule but the mean counts each client once."""
+
+    rule: Annotated[str, In(AGGREGATORS)] = "mean"
+    """How updates become one: the weighted mean, or a rule that withstands some malicious clients."""
+    malicious: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
+    """Share of the clients of a round that may be malicious: what `trimmed_mean` cuts off at either end."""
+    radius: Bound = 1.0
+    """With `clipped_mean`, the largest distance of an update from the shared tensors. Longer ones are shortened to it."""
+    options: dict[str, Any] = {}
+    """Settings of a `rule` that is not of this package."""
+
+
+class AttackConfig(Section):
+    """Clients that do not play by the rules, to see what a defence is worth. Only honest clients are evaluated."""
+
+    kind: Literal["nan", "scale", "sign_flip", "label_flip", "forged_weight", "free_rider"]
+    """What malicious clients do. See docs/protection.md."""
+    fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Share of the training clients that are malicious."""
+    strength: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    """Factor on the update (10 for `scale`, 1 for `sign_flip` when absent) or on the claimed images (1000)."""
+
+
+class PrivacyConfig(Section):
+    """Client-level differential privacy of what is uploaded."""
+
+    noise_at: Literal["client", "server", "step"] = "client"
+    """What noise is added to: every client's update, their sum at the server, or every training step's gradient."""
+    clip: Bound | None = 1.0
+    """Largest norm of an update, or of a gradient with `step`; longer ones are shortened to it. Null for no bound."""
+    clips: dict[str, Bound] = {}
+    """Bounds of uploaded statistics by name pattern. Those that no pattern matches have `clip`."""
+    noise: Rate | None = None
+    """Standard deviation of the noise, as a multiple of the bound. Give this or `target_epsilon`."""
+    target_epsilon: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Epsilon that all rounds together may spend. The noise is computed from it. Give this or `noise`."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Probability with which the guarantee of epsilon may fail."""
+    max_epsilon: Bound | None = None
+    """End the run before the round that would spend more than this epsilon. No limit when absent."""
+    quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Let the bound follow this quantile of the norms of updates. Needs `noise_at: server`. Fixed when absent."""
+    quantile_rate: Bound = 0.2
+    """Rate at which the bound follows the quantile."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PrivacyConfig:
+        if (self.noise is None) == (self.target_epsilon is None):
+            raise ValueError("have either noise or target_epsilon")
+        if self.clip is None and self.noise != 0:
+            raise ValueError("have a clip unless noise is 0: noise is measured against it")
+        if self.quantile is not None and (self.noise_at != "server" or self.clip is None):
+            raise ValueError("have noise_at: server and a clip to start from where the clip follows a quantile")
+        return self
+
+
+PRIVACY_PRESETS: dict[str, dict[str, Any]] = {
+    f"pfedmoap-{epsilon}": {"noise_at": "client", "target_epsilon": float(epsilon), "delta": 0.05}
+    for epsilon in (25, 50)
+}  # Table 6 of pFedMoAP; its paper tells neither the bound nor how rounds add up
+
+
+class OutputConfig(Section):
+    """Where a run is written. Nothing here changes a result, so it is left out of the hash."""
+
+    directory: Location = "runs"
+    """Folder in which every run gets a folder of its own."""
+    cache: Location | None = None
+    """Folder for assets, decoded images and features. The user's cache folder when absent."""
+    threads: Positive | None = None
+    """Number of threads of torch. All cores when absent."""
+
+
+class EngineConfig(Extensible):
+    """How the work is done. It changes results by rounding at most, so it is left out of the hash."""
+
+    kind: Annotated[str, In(ENGINES)] = "in-process"
+    """Where clients run: in this process, as nodes that Flower simulates with Ray, or as sites that Flower connects."""
+    sites: list[SiteName] = []
+    """With `flower`, the names of the sites that take part. When empty, those that are connected."""
+    deadline: Bound = 600.0
+    """With `flower`, seconds that a site has for its part of a round."""
+    patience: Rate = 30.0
+    """With `flower`, seconds that a round waits for a site that is not connected."""
+    cohort: Literal["auto"] | Positive = "auto"
+    """Number of clients trained as one batch. `auto` chooses by the size of a step."""
+    workers: NotNegative = 0
+    """Processes for the clients of a round, one thread each. 0: this one, or all cores with `flower-simulation`."""
+    compile: bool = False
+    """Compile the frozen backbone with torch.compile."""
+    memory_gib: Rate = 2.0
+    """Memory in GiB for features of images without prompts."""
+    disk_gib: Rate = 8.0
+    """Disk space in GiB for files with such features in the cache, all runs together."""
+    options: dict[str, Any] = {}
+    """Settings of a `kind` that is not of this package."""
+
+
+class Config(Section):
+    """A whole experiment."""
+
+    name: Name = "run"
+    """First part of the names of runs. The name of the file when absent."""
+    seed: NotNegative = 0
+    """Seed of everything random in a run."""
+    data: DataConfig = DataConfig()
+    """Which images there are, and how they become squares."""
+    partition: PartitionConfig = PartitionConfig()
+    """Which client holds which images."""
+    backbone: BackboneConfig = BackboneConfig()
+    """The frozen model that every client holds."""
+    method: dict[str, Any] = {"name": "fedvpt"}
+    """The method: `name`, and its own settings. See `fedprompt methods NAME`."""
+    variant: dict[str, Any] | None = None
+    """A variant around the method, such as `fedprox`: `name`, and its own settings. None when absent."""
+    train: TrainConfig = TrainConfig()
+    """Local training of one client in one round, by SGD."""
+    federation: FederationConfig = FederationConfig()
+    """Rounds, participation, aggregation and evaluation."""
+    guard: GuardConfig = GuardConfig()
+    """What an update must be like before it is aggregated."""
+    aggregation: AggregationConfig = AggregationConfig()
+    """How the updates of a round become one."""
+    attack: AttackConfig | None = None
+    """Malicious clients, to see what a defence is worth. None when absent."""
+    privacy: PrivacyConfig | None = None
+    """Differential privacy of uploads: settings, or a preset (`pfedmoap-25`, `pfedmoap-50`). None when absent."""
+    engine: EngineConfig = EngineConfig()
+    """How the work is done: settings, or only the `kind`."""
+    output: OutputConfig = OutputConfig()
+    """Where runs are written."""
+
+    @field_validator("method", "variant", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        """`method: fedvpt` is short for `method: {name: fedvpt}`."""
+        value = {"name": value} if isinstance(value, str) else value
+        if isinstance(value, dict) and not isinstance(value.get("name"), str):
+            raise ValueError("have a name")
+        return value
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _kind(cls, value: Any) -> Any:
+        """`engine: flower` is short for `engine: {kind: flower}`."""
+        return {"kind": value} if isinstance(value, str) else value
+
+    @field_validator("privacy", mode="before")
+    @classmethod
+    def _preset(cls, value: Any) -> Any:
+        """`privacy: pfedmoap-25` is short for that preset's settings."""
+        if not isinstance(value, str):
+            return value
+        if value not in PRIVACY_PRESETS:
+            raise ValueError(f"be a section, or one of {', '.join(PRIVACY_PRESETS)}")
+        return PRIVACY_PRESETS[value]
+
+    def digest(self) -> str:
+        """The identity of what is computed: equal digests give equal results, but for the rounding of another engine."""
+        return _digest(self.model_dump(mode="json", exclude=set(NO_RESULT)))
+
+    def family(self) -> str:
+        """The digest without the seed: runs of one family are repetitions of each other."""
+        return _digest(self.model_dump(mode="json", exclude={*NO_RESULT, "seed"}))
+
+    @property
+    def label(self) -> str:
+        """How tables call it: `fedvpt`, or `fedvpt+fedprox`."""
+        method = str(self.method.get("name", "?"))
+        return f"{method}+{self.variant['name']}" if self.variant else method
+
+    @property
+    def run_name(self) -> str:
+        return f"{self.name}-{self.label}-seed{self.seed}"
+
+    @property
+    def run_directory(self) -> Path:
+        return Path(self.output.directory) / self.run_name
+
+
+NO_RESULT = ("name", "engine", "output")  # what does not decide on the result
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def parse(values: Mapping[str, Any], check_names: bool = True) -> Config:
+    """Check a plain mapping; every complaint names its field, rule and value.
+
+    A config that was checked elsewhere, and of which not everything is needed here, can do without `check_names`: it may
+    name things that only the process it comes from knows.
+    """
+    try:
+        # the JSON round-trip lets strict mode accept lists where tuples are declared
+        return Config.model_validate_json(json.dumps(values), context={"unchecked_names": not check_names})
+    except ValidationError as error:
+        raise ConfigError(complaints(error, "")) from error
+    except TypeError as error:
+        raise ConfigError(f"config: only plain YAML values are understood: {error}") from error
+
+
+def complaints(error: ValidationError, section: str) -> str:
+    """The problems of a nested section (a method's own fields), one a line."""
+    return "\n".join(_complaint(problem, section) for problem in error.errors())
+
+
+def _complaint(problem: Any, section: str = "") -> str:
+    field = ".".join([section, *map(str, problem["loc"])]).strip(".")
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{field} is not a known setting"
+    if problem["type"] == "missing":
+        return f"{field} must be given"
+    rule = re.sub(r"^(Value error, |\w+ should )", "", problem["msg"])
+    value = problem["input"]
+    if problem["type"] in ("bool_type", "bool_parsing"):
+        rule = "be true or false, without quotes"
+    return f"{field} must {rule}, got {value!r}"
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The lines `field: old -> new` in which two config mappings differ."""
+    lines = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            lines += difference(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key}: {before!r} -> {after!r}")
+    return lines

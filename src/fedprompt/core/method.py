@@ -1,0 +1,408 @@
+"""The contract every method lives on.
+
+A method is a frozen dataclass of settings plus pure functions over `dict[str, Tensor]`, written for *one* client. It overrides only what
+differs from plain federated averaging. In the order in which a run calls them:
+
+    check      refuse settings that cannot work together
+    init       tensors at round 0, by role
+    survey     what the server makes of the `start` statistics (once, before round 1)
+    download   what one client receives
+    enrol      local tensors of a new client that differ from the declared ones
+    begin      working parameters of a participation, from what was received and what is local
+    stages     which tensors are trained, in which order, with whose step
+      noise      every random draw of a step, made outside it
+      prompts    what to insert into the frozen backbone
+      later      what to insert once the pass has come as far as the block `prompts` asked to pause at
+      logits     read-out of what the backbone returned
+      loss       one number
+      after_step a correction of the optimiser's step
+    finish     what goes up and what stays
+    aggregate  the server's update
+    personalise  parameters a client predicts with
+    adaptation   stages run on a throw-away copy of them before an evaluation
+    newcomer     the same for a client that was held out of the federation
+    predict    class probabilities, one set per draw
+    diagnostics  numbers that tell how the method works
+    mixtures     what went into a prediction, and how much of each
+
+The step is split around the backbone so that an engine may fold many clients into one batch: `prompts`, `logits` and `loss` are mapped over
+stacked parameters (`torch.func.vmap`), and the backbone between them only ever sees samples with tokens of their own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from fedprompt.core.pool import Pool
+from fedprompt.core.roles import Roles
+from fedprompt.errors import ConfigError, ContractError, broken
+from fedprompt.modules import heads
+from fedprompt.modules.contexts import Language, TextContext
+from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.random_streams import Stream
+from fedprompt.tensors import Tensors, pick
+
+if TYPE_CHECKING:
+    from fedprompt.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """What a method may know of its surroundings; the same for every client and every round."""
+
+    width: int
+    """d, of a token."""
+    blocks: int
+    """L, transformer blocks."""
+    tokens: int
+    """T, of an un-prompted image, CLS included."""
+    patch: int
+    """Side of a patch in pixels."""
+    class_names: tuple[str, ...]
+    client_names: Sequence[str]
+    newcomers: frozenset[int] = frozenset()
+    """Clients held out: they never train, and only they are evaluated."""
+    roles: Roles = field(default_factory=Roles)
+    """As declared by `init`; empty while `init` runs."""
+    language: Language | None = None
+    """The text tower of a dual encoder."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def clients(self) -> int:
+        return len(self.client_names)
+
+    @cached_property
+    def participants(self) -> Sequence[int]:
+        """The clients that take part in training: all that are not held out."""
+        return without(range(self.clients), self.newcomers)
+
+    @property
+    def text(self) -> Language:
+        """The text tower; a method that reads class names begins by asking for it."""
+        if self.language is None:
+            raise ConfigError(
+                "backbone.name must be a dual encoder for a method that reads class names (`mini`, `b16`, or a CLIP folder or "
+                "hub id), got one without a text tower"
+            )
+        return self.language
+
+    def placed(self, tensors: Tensors) -> Tensors:
+        """The tensors where the backbone is and in its precision."""
+        return {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}
+
+    def check_depth(self, field: str, depth: int | None) -> None:
+        """Raise unless that many blocks can be prompted; None stands for all."""
+        if depth is not None and depth > self.blocks:
+            raise ConfigError(broken(field, f"be at most the {self.blocks} blocks of the backbone", depth))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Labels and un-prompted features of a step. Images never reach a method: the engine feeds them to the backbone."""
+
+    labels: Tensor  # (B,)
+    features: Tensors = field(default_factory=dict)
+    """What the method `needs`."""
+    weights: Tensor | None = None  # (B,); an engine that pads ragged batches gives the padding weight 0
+    training: bool = True
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Average per-sample values over the batch; losses use this so that padded samples do not count."""
+        if self.weights is None:
+            return values.mean()
+        return (values * self.weights).sum() / self.weights.sum()
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What `prompts` asks of the backbone. Nothing to insert means the cached un-prompted features are read."""
+
+    vision: tuple[VisionPrompt, ...] = ()
+    text: dict[str, TextContext] = field(default_factory=dict)
+    """Contexts by name; what becomes of them is in `Seen.text`."""
+    repeat: int = 1
+    """Every image goes in this many times, draw after draw: rows [draw 0 of all images, draw 1, ...]."""
+    extra: Tensors = field(default_factory=dict)
+    """Anything `logits` and `loss` want to see again."""
+    pause: int | None = None
+    """Before this block the pass stops and `later` is asked for more."""
+    weights: Tensors = field(default_factory=dict)
+    """Changes added to the frozen weights of that name, block 0 being the first promptable."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the backbone returned: rows after its final norm, and unit vectors of a dual encoder's shared space. Only what was asked for."""
+
+    cls: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, d)
+    patches: Tensor | None = None  # (repeat * B, M, d), when the method reads it
+    prompts: Tensor | None = None  # (repeat * B, P, d), when the method reads it
+    image: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, D)
+    image_patches: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, M, D)
+    text: Tensors = field(default_factory=dict)  # (C, D) of every context in `Prompts.text`
+    extra: Tensors = field(default_factory=dict)
+    """`Prompts.extra`, that of `later` included."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Parts of which some, or some of each, went into the predictions of B images."""
+
+    what: str
+    """The parts, such as "class prompts"."""
+    parts: tuple[str, ...]
+    """Their names."""
+    weights: Tensor  # (B, parts)
+    unit: str = "share"
+    """What the weights are."""
+    used: Tensor | None = None  # (B, parts), true where a part was used; none for all that weigh anything
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of local training. Optimiser state never outlives its stage."""
+
+    step: Method
+    """Whose `noise`, `prompts`, `logits`, `loss` and `after_step` are used."""
+    trainable: tuple[str, ...]
+    epochs: int
+    name: str = "local"
+    """Keys the random streams: stages of the same name see the same batches."""
+    steps: int | None = None
+    """Stop after this many steps, whatever the epochs."""
+    share: tuple[float, float] = (
+        0.0,
+        1.0,
+    )
+    """From where to where in the client's training images, which lie in a fixed random order."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """The client whose turn it is, as `enrol`, `begin` and `finish` see it."""
+
+    index: int
+    name: str
+    round: int
+    samples: int
+    class_counts: Tensor  # (C,) of the training images
+    loss: Callable[[Tensors], float]
+    """Mean training loss of some parameters, without training (IFCA's choice)."""
+    stream: Callable[[str], Stream]
+    """Random draws of this client in this round, by purpose."""
+    features: Callable[[str], tuple[Tensor, Tensor]] = lambda name: (torch.empty(0), torch.empty(0, dtype=torch.long))
+    """Un-prompted features of its training images, by the names of `Method.needs`, and their labels (pFedPrompt's
+    memory)."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What local training did, for update rules that need it (SCAFFOLD)."""
+
+    steps: int
+    step_sizes: dict[str, float]
+    """Sum of the learning rates each tensor was stepped with."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Everything the server holds. `own` may gain tensors over time; `pool` has a row for each client that sent one."""
+
+    shared: Tensors
+    own: Tensors
+    round: int = 0
+    pool: Pool = field(default_factory=Pool)
+
+    def for_clients(self, clients: Sequence[int]) -> Server:
+        """The same server, knowing who is about to download: one pass over the pool then serves many clients."""
+        return replace(self, pool=self.pool.for_clients(clients))
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What one client sent, after the audit."""
+
+    client: int
+    tensors: Tensors
+    weight: float
+    """Its share of the cohort; shares sum to one."""
+
+
+class Combine(Protocol):
+    """How tensors of a cohort become one set: a weighted mean unless the federation is told otherwise.
+
+    Clients of weight 0 do not take part. `around` holds the same tensors before the round, where there are any.
+    """
+
+    def __call__(
+        self, tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None
+    ) -> Tensors: ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """Plain federated averaging of whatever `init` calls shared. See the module's docstring for the order of calls."""
+
+    symbols: ClassVar[Mapping[str, str]] = {}
+    """What the paper calls a setting, for those who write it so: symbol -> setting."""
+
+    @property
+    def uses_text(self) -> bool:
+        """Whether it needs a dual encoder."""
+        return False
+
+    @property
+    def names_any_class(self) -> bool:
+        """Whether what it learned on some classes can tell others apart, given only their names. A method that keeps
+        anything by label says no; tensors whose declared size follows the number of classes are found without being told.
+        """
+        return self.uses_text
+
+    @property
+    def starts_as_received(self) -> bool:
+        """Whether local training begins at the shared tensors as they came, which SCAFFOLD's correction takes for granted."""
+        return True
+
+    @property
+    def sums_suffice(self) -> bool:
+        """Whether `survey` and `aggregate` need of a cohort only the mean of its shared tensors and the sums of its statistics.
+
+        Where that is so, one upload that stands for the whole cohort is as good as theirs, and the server need not see any
+        client's own: secure sums and noise on sums are possible.
+        """
+        return True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What `logits` reads of the prompted backbone: "cls", "patches", "prompts"; of a dual encoder also "image", "image_patches"."""
+        return ("cls",)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Un-prompted features of each image that the step wants.
+
+        "cls" (B, d) and "patches" (B, M, d) after the last block and the final norm, "cls:q" (B, d) after the first q blocks and the final
+        norm, "block_inputs" (B, L, T, d), "block_inputs:q" (B, q, T, d) of the first q blocks; of a dual encoder also "image" (B, D) and
+        "image_patches" (B, M, D).
+        """
+        return ()
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        """Raise ConfigError where the settings cannot work together."""
+
+    def init(self, world: World, generator: Stream) -> Roles:
+        raise NotImplementedError(f"{type(self).__name__}.init")
+
+    def survey(self, world: World, server: Server, uploads: Sequence[Upload]) -> Server:
+        return server
+
+    def statistics(self, world: World, params: Tensors, batch: Batch, forward: Callable[[], Seen]) -> Tensors:
+        """The declared statistics of one batch of training images; the engine adds the batches up. `forward` runs the prompted backbone."""
+        return {}
+
+    def download(self, world: World, server: Server, client: int) -> Tensors:
+        return server.shared
+
+    def enrol(self, world: World, client: Client) -> Tensors:
+        """Local tensors that depend on the client (its class prior); all others start as declared."""
+        return {}
+
+    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        return {**received, **local}
+
+    def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        """Parameters the client predicts with; a method that keeps its last trained prompt for inference says so here."""
+        return self.begin(world, client, received, local)
+
+    def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        return (Stage(self, (*world.roles.shared, *world.roles.local), train.epochs),)
+
+    def noise(self, world: World, size: int, training: bool, generator: Stream) -> Tensors:
+        return {}
+
+    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
+        return Prompts()
+
+    def later(self, world: World, params: Tensors, cls: Tensor, batch: Batch, noise: Tensors) -> Prompts:
+        """More prompts (`vision` and `extra` count), given the CLS rows (repeat * B, d) that enter the block of `Prompts.pause`."""
+        return Prompts()
+
+    def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__}.logits")
+
+    def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        return batch.mean(cross_entropy(logits, batch.labels))
+
+    def after_step(self, world: World, params: Tensors, before: Tensors, step: int) -> Tensors:
+        """Trainables after step number `step` of the stage, given all parameters before it; default: as the optimiser left them."""
+        return params
+
+    def finish(
+        self, world: World, client: Client, received: Tensors, params: Tensors, progress: Progress
+    ) -> tuple[Tensors, Tensors]:
+        """What goes up (without `statistics`, which the engine adds) and what the client keeps."""
+        return pick(params, world.roles.shared), pick(params, world.roles.local)
+
+    def aggregate(self, world: World, server: Server, uploads: Sequence[Upload], combine: Combine) -> Server:
+        tensors = [pick(upload.tensors, server.shared) for upload in uploads]
+        return replace(server, shared=combine(tensors, [upload.weight for upload in uploads], server.shared))
+
+    def adaptation(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
+        return ()
+
+    def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
+        """How a held-out client fits what it received to itself before it is evaluated: by tuning the head."""
+        declared = {**world.roles.shared, **world.roles.local}
+        return (Stage(self, tuple(name for name in heads.NAMES if name in declared), epochs, "newcomer"),)
+
+    def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        """Probabilities (V, B, C) of V draws; the federation averages them and derives the uncertainty."""
+        return probabilities(self.logits(world, params, seen, batch, noise)).unsqueeze(0)
+
+    def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
+        """Numbers that tell how the method works, such as where its attention goes: one for all images of a batch, or one for each (B,).
+        The engine averages them.
+        """
+        return {}
+
+    def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
+        """What went into the predictions of a batch: experts, groups, class prompts. Asked for explanations, never in a run."""
+        return ()
+
+
+def without(clients: Sequence[int], some: Collection[int]) -> Sequence[int]:
+    """The clients that are none of some, in a few bytes each."""
+    return array("q", (client for client in clients if client not in some)) if some else clients
+
+
+def shares(sizes: Sequence[float]) -> list[float]:
+    """Non-negative weights that sum to one, in proportion to the sizes; clients without samples get nothing."""
+    if any(not size >= 0 for size in sizes):
+        raise ContractError(broken("aggregation weights", "be at least 0", list(sizes)))
+    total = sum(sizes)
+    if not 0 < total < float("inf"):
+        raise ContractError(broken("aggregation weights", "have a positive, finite sum", list(sizes)))
+    return [size / total for size in sizes]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """One number per image (B,). Torch's own is the same but takes a slow way round when it is mapped over clients."""
+    return -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """Softmax over classes in at least float32: bfloat16 would make ties of near misses."""
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

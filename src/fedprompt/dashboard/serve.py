@@ -1,0 +1,34 @@
+"""The dashboard on a terminal: where it is, a warning where others can reach it, and a clean end."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedprompt.dashboard.server import Dashboard, is_loopback
+from fedprompt.errors import RunError
+from fedprompt.io.safe_text import safe_line
+
+FOLDER = Path("runs")  # where runs are unless a config says otherwise; it may come later
+
+
+def serve(folders: Sequence[Path] | None, host: str, port: int | None, open_browser: bool) -> None:
+    """Until Ctrl-C."""
+    for folder in folders or ():
+        if not folder.exists():
+            raise RunError(f"run: {str(folder)!r} must be a run directory or hold some, but there is nothing")
+    chosen = list(folders or [FOLDER])
+    with Dashboard(chosen, host, port) as server:
+        if not is_loopback(host):
+            warning = "there is no login: whoever reaches this address sees names, settings and results of all runs"
+            print(safe_line(f"WARNING: {warning}"), file=sys.stderr)
+        try:
+            named = ", ".join(map(str, chosen))
+            print(safe_line(f"dashboard of {named}: {server.address} (Ctrl-C ends it)"), flush=True)
+            if open_browser and not webbrowser.open(server.address):
+                print("no browser could be opened; open the address above", file=sys.stderr)
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("dashboard ended", file=sys.stderr)

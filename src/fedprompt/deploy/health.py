@@ -1,0 +1,77 @@
+"""Asking a server whether it is there, and whether it keeps strangers out, without any of Flower."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+
+from fedprompt.deploy.expiry import why_silent
+from fedprompt.deploy.folders import ServerFolder
+from fedprompt.errors import RunError
+
+PATIENCE = 5.0  # seconds for an answer
+BEYOND = 2**15  # letters of a header
+OPEN, CLOSED = "/health", "/v1/control/list-nodes"
+
+
+def answers(folder: ServerFolder) -> bool:
+    """Whether the server of this folder runs: the right certificate, and a health route that is well."""
+    return _status(folder, "GET", OPEN, {}) == 200
+
+
+def is_running(folder: ServerFolder) -> bool:
+    """The same, for those to whom it matters that there is really none: whatever listens must answer."""
+    address = folder.called_as
+    try:
+        with socket.create_connection((address.host, address.port), PATIENCE):
+            pass
+    except ConnectionRefusedError:
+        return False
+    except OSError as error:
+        raise RunError(f"cannot tell whether a server runs at {address}: {error}") from error
+    if not answers(folder):
+        raise why_silent(folder) or RunError(
+            f"what listens at {address} does not answer like the server of {folder.path}"
+        )
+    return True
+
+
+def keeps_strangers_out(folder: ServerFolder) -> bool:
+    """Whether the gate stands: a request that says it came through a proxy is not one of this machine."""
+    return _status(folder, "POST", CLOSED, {"X-Forwarded-For": "192.0.2.1"}) == 403
+
+
+def has_limits(folder: ServerFolder) -> bool:
+    """Whether the doorkeeper stands: a head without an end is refused where it is longer than any that a node sends."""
+    connection = _connection(folder)
+    try:
+        connection.connect()
+        connection.send(f"GET {OPEN} HTTP/1.1\r\nX-Long: ".encode() + b"a" * BEYOND)
+        answer = http.client.HTTPResponse(connection.sock, method="GET")
+        answer.begin()
+        return answer.status == 431
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _status(folder: ServerFolder, method: str, path: str, headers: dict[str, str]) -> int | None:
+    """The status of the answer; None if there is none."""
+    connection = _connection(folder)
+    try:
+        connection.request(method, path, headers=headers)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def _connection(folder: ServerFolder) -> http.client.HTTPConnection:
+    address = folder.called_as
+    if not folder.secure:
+        return http.client.HTTPConnection(address.host, address.port, timeout=PATIENCE)
+    context = ssl.create_default_context(cafile=folder.ca_certificate)
+    return http.client.HTTPSConnection(address.host, address.port, timeout=PATIENCE, context=context)

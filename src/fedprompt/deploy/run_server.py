@@ -1,0 +1,134 @@
+"""`fedprompt server`: Flower's SuperLink, with TLS, keys of sites, and a gate before what other machines must not reach."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from threading import Thread
+
+from fedprompt.deploy import expiry
+from fedprompt.deploy.addresses import Address
+from fedprompt.deploy.flower_cli import check_installed, environment
+from fedprompt.deploy.folders import ServerFolder
+from fedprompt.deploy.health import answers, has_limits, keeps_strangers_out
+from fedprompt.deploy.lockfile import claimed
+from fedprompt.deploy.membership import reconcile
+from fedprompt.errors import ConfigError, FedpromptError, RunError, broken
+from fedprompt.io.safe_text import safe_text
+
+START = 60.0  # seconds within which a server must answer
+POLL = 0.2
+
+
+def start(folder: ServerFolder, bind: Address | None = None, insecure: bool = False) -> None:
+    """Serve until a signal says stop. Prints the command of Flower that this amounts to, and `ready` once sites can come."""
+    check_installed()
+    bind = bind or folder.address.listening
+    check_insecure(folder, bind, insecure)
+    expiry.check(expiry.of_server(folder))
+    _check_reachable_from_here(folder, bind)
+    with claimed(folder.path, "folder", "server"):
+        _serve(folder, bind)
+
+
+def _serve(folder: ServerFolder, bind: Address) -> None:
+    _check_free(bind)
+    os.environ.update(environment(folder))
+    folder.point_flower_to(bind.from_here)
+    folder.runs.mkdir(mode=0o700, exist_ok=True)
+    arguments = superlink_arguments(folder, bind)
+    _say(f"runs: FLWR_HOME={shlex.quote(str(folder.flower_home))} flower-superlink {shlex.join(arguments)}")
+    from fedprompt.engines.flower.superlink import serve
+
+    signal.signal(signal.SIGTERM, lambda *_: None)  # Flower shuts down first, and then hands the signal on
+    served = expiry.of_server(folder)  # as they are read now: a renewed one counts after a restart
+    expiry.watch(lambda: served, _say)
+    opening = _Opening(folder)
+    opening.start()
+    serve(arguments, own_address=not (bind.is_loopback or bind.is_wildcard))
+    if opening.error is not None:
+        raise opening.error
+
+
+def superlink_arguments(folder: ServerFolder, bind: Address) -> list[str]:
+    """What `flower-superlink` is called with."""
+    trust = ["--insecure"]
+    if folder.secure:
+        trust = ["--ssl-ca-certfile", str(folder.ca_certificate), "--ssl-certfile", str(folder.certificate)]
+        trust += ["--ssl-keyfile", str(folder.certificate_key), "--enable-supernode-auth"]
+    where = ["--host", bind.host, "--port", str(bind.port), "--database", str(folder.database)]
+    return [*where, *trust, "--isolation", "subprocess", "--disable-runtime-dependency-installation"]
+
+
+def check_insecure(folder: ServerFolder, bind: Address, insecure: bool) -> None:
+    """Without TLS and keys only on loopback, and only for those who say so here and when the folder was made."""
+    if insecure and folder.secure:
+        raise ConfigError(broken("--insecure", "be left out for a federation that has certificates", str(folder.path)))
+    if not folder.secure and not insecure:
+        raise ConfigError(f"--insecure must be given for a federation without certificates, got none for {folder.path}")
+    if insecure and not bind.is_loopback:
+        raise ConfigError(broken("bind", "be an address of loopback without TLS and keys", str(bind)))
+
+
+def _check_reachable_from_here(folder: ServerFolder, bind: Address) -> None:
+    """The server calls itself where it listens, and must know its own certificate again."""
+    if not folder.secure:
+        return
+    from fedprompt.deploy.certificates import names_host
+
+    if not names_host(folder.certificate, bind.from_here.host):
+        rule = f"be 0.0.0.0, [::], an address of loopback or that of the certificate ({folder.address.host})"
+        raise ConfigError(broken("bind", rule, str(bind)))
+
+
+def _check_free(bind: Address) -> None:
+    """Flower would start half of itself before it noticed."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            bind.host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        raise RunError(broken("bind", f"be free to listen on ({error.strerror})", str(bind))) from error
+
+
+class _Opening(Thread):
+    """Waits for the server, makes sure of its gate, and lets the sites in; ends the server where that fails."""
+
+    def __init__(self, folder: ServerFolder) -> None:
+        super().__init__(name="opening", daemon=True)
+        self._folder = folder
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._open()
+        except Exception as error:
+            self.error = error
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _open(self) -> None:
+        deadline = time.monotonic() + START
+        while not answers(self._folder):
+            if time.monotonic() > deadline:
+                raise RunError(f"the server at {self._folder.called_as} gave no answer within {START:g} s")
+            time.sleep(POLL)
+        if not keeps_strangers_out(self._folder):
+            raise FedpromptError("Flower's Control API answers requests of other machines; the server was ended")
+        if not has_limits(self._folder):
+            raise FedpromptError("connections to Flower's server have no limits; the server was ended")
+        refused = reconcile(self._folder) if self._folder.secure else {}
+        for name, reason in refused.items():
+            _say(f"WARNING: {name} is not let in: {reason}")
+        sites = [name for name in self._folder.public_keys() if name not in refused] if self._folder.secure else []
+        _say(f"ready at {self._folder.address}" + (f" for {', '.join(sites)}" if sites else ""))
+
+
+def _say(text: str) -> None:
+    print(safe_text(text), file=sys.stderr, flush=True)

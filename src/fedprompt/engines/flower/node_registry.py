@@ -1,0 +1,89 @@
+"""The nodes a SuperLink lets in, with the names their keys were registered under.
+
+`flwr supernode list` leaves out names and keys, and `flwr supernode register` takes two seconds for a key, so this asks the
+same Control API itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.error import FlowerError
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+
+from fedprompt.errors import RunError
+
+GONE = "unregistered"
+SINCE = {"registered": "registered_at", "online": "last_activated_at", "offline": "last_deactivated_at"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that was registered, by its key or, in an insecure federation, by itself."""
+
+    id: int
+    name: str
+    """Of its key; empty in an insecure federation."""
+    status: str
+    """Registered (never seen), online or offline."""
+    since: str
+    """When that began, as ISO 8601 in UTC."""
+    key: bytes
+    """Its public key, as PEM."""
+
+
+class Register:
+    """The register of a running SuperLink. Where none answers, a ConnectionError; where it refuses, a RunError."""
+
+    def __init__(self, address: str, ca_certificate: Path | None) -> None:
+        self._client = ControlHttpClient.from_server_address(
+            server_address=address,
+            insecure=ca_certificate is None,
+            root_certificates=None if ca_certificate is None else ca_certificate.read_bytes(),
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+        )
+
+    def __enter__(self) -> Register:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._client.close()
+
+    def nodes(self) -> list[Node]:
+        """All nodes but those that were taken out, by name."""
+        with _understood():
+            found = self._client.ListNodes(ListNodesRequest()).nodes_info
+        here = [each for each in found if each.status != GONE]
+        nodes = [
+            Node(each.node_id, each.name, each.status, getattr(each, SINCE[each.status]), each.public_key)
+            for each in here
+        ]
+        return sorted(nodes, key=lambda node: (node.name, node.id))
+
+    def add(self, name: str, key: bytes) -> None:
+        """Let a key in. One that was taken out cannot come back."""
+        with _understood():
+            self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+
+    def remove(self, node: Node) -> None:
+        """Let a node in no longer: what it sends is refused from now on."""
+        with _understood():
+            self._client.UnregisterNode(UnregisterNodeRequest(node_id=node.id))
+
+
+@contextmanager
+def _understood() -> Iterator[None]:
+    """Failures of HTTP in words of ours."""
+    try:
+        yield
+    except httpx.HTTPStatusError as error:
+        said = FlowerError.from_json(error.response.text)
+        raise RunError(f"Flower: {said.message if said else error}") from error
+    except httpx.HTTPError as error:
+        raise ConnectionError(str(error)) from error

@@ -1,0 +1,114 @@
+"""What this process says to its workers over pipes, and a server to its nodes over the network.
+
+    8 bytes   length of the header, little endian
+    8 bytes   length of the tensors
+    header    JSON; where it speaks of tensors it maps their names to places, in the order that counts
+    tensors   safetensors bytes, in which every tensor is called by its place
+
+A tensor that many clients receive has one place, so it travels once.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+from torch import Tensor
+
+from fedprompt.core import wire
+from fedprompt.io.bounded_read import strict_json
+from fedprompt.tensors import Tensors
+
+HEADER_BYTES = 2**26
+TENSOR_BYTES = 2**34
+
+Places = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message."""
+
+    header: dict[str, Any]
+    tensors: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        stream = io.BytesIO()
+        write_frame(stream, self)
+        return stream.getvalue()
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> Frame:
+        """The one message that some bytes are; a ValueError where they are anything else."""
+        stream = io.BytesIO(blob)
+        frame = read_frame(stream, finite=True)
+        if frame is None or stream.read(1):
+            raise ValueError("must be one whole frame")
+        return frame
+
+
+def write_frame(stream: IO[bytes], frame: Frame) -> None:
+    header = json.dumps(frame.header).encode()
+    _check_sizes(len(header), len(frame.tensors))
+    stream.write(b"".join(len(part).to_bytes(8, "little") for part in (header, frame.tensors)) + header)
+    stream.write(frame.tensors)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes], finite: bool = False) -> Frame | None:
+    """The next message; None where the other side is gone, be it in the middle of one.
+
+    With `finite`, a header with NaN or infinity is a ValueError.
+    """
+    lengths = stream.read(16)
+    if len(lengths) < 16:
+        return None
+    sizes = [int.from_bytes(lengths[start : start + 8], "little") for start in (0, 8)]
+    _check_sizes(*sizes)
+    header, tensors = (stream.read(size) for size in sizes)
+    if [len(header), len(tensors)] != sizes:
+        return None
+    values = strict_json(header.decode(), finite)
+    if not isinstance(values, dict):
+        raise ValueError(f"header of a frame must be a mapping, got {type(values).__name__}")
+    return Frame(values, tensors)
+
+
+def _check_sizes(header: int, tensors: int) -> None:
+    for what, size, most in (("header", header, HEADER_BYTES), ("tensors", tensors, TENSOR_BYTES)):
+        if size > most:
+            raise ValueError(f"{what} of a frame must have at most {most} bytes, got {size}")
+
+
+class Packing:
+    """Tensors on their way out. What is put in is kept until they are gone, for tensors are told apart by where they lie."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[object, ...], int] = {}
+        self._tensors: list[Tensor] = []
+
+    def put(self, tensors: Tensors) -> Places:
+        return {name: self._place(tensor) for name, tensor in tensors.items()}
+
+    def _place(self, tensor: Tensor) -> int:
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if key not in self._places:
+            self._places[key] = len(self._tensors)
+            self._tensors.append(tensor)
+        return self._places[key]
+
+    def to_bytes(self) -> bytes:
+        return wire.encode({str(place): tensor for place, tensor in enumerate(self._tensors)})
+
+
+class Unpacking:
+    """Tensors that have arrived."""
+
+    def __init__(self, blob: bytes) -> None:
+        self._tensors = wire.decode(blob)
+
+    def take(self, places: Mapping[str, int]) -> Tensors:
+        return {name: self._tensors[str(place)] for name, place in places.items()}

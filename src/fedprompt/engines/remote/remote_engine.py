@@ -1,0 +1,183 @@
+"""An engine whose clients are elsewhere: one message to each of them and round, and their own tensors stay where they are.
+
+What the run file keeps of a client is the number under which the client has kept its tensors. A round that is not committed
+leaves that number as it was, so a resumed run begins where the last commit was, on every node.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from fedprompt.client.client_states import ClientStates
+from fedprompt.config import Config
+from fedprompt.core.messages import Download, Failure, LocalUpdate, NextTraining
+from fedprompt.core.method import World
+from fedprompt.engines.remote.node_state import KEPT_AS, number_of
+from fedprompt.engines.remote.protocol import MOST_NUMBER, Answer, Kind, Order, Setting
+from fedprompt.errors import ContractError
+from fedprompt.federation.guard import Guard
+from fedprompt.metrics.accuracy import ClientResult
+from fedprompt.privacy.mechanism import as_sent
+from fedprompt.tensors import Tensors
+
+ENVELOPE = 2**20  # bytes a message may have beside its tensors: names and shapes, figures of an evaluation
+
+
+class Transport(Protocol):
+    """Carries orders to clients. Every client has one answer or one failure, in any order, some time."""
+
+    def deliver(self, orders: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | Failure]]: ...
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What came back from one client, and the number under which it keeps its tensors if it is accepted."""
+
+    answer: Answer | Failure
+    kept_as: int | None = None
+
+
+class Remote:
+    """Answers the federation's three questions by asking nodes."""
+
+    def __init__(
+        self,
+        post: Transport,
+        setting: Setting,
+        states: ClientStates,
+        most_bytes: Mapping[str, int],
+        device: torch.device,
+    ) -> None:
+        """`most_bytes` an update may have, by when it is sent."""
+        self._post, self._setting, self._states = post, setting, states
+        self._most_bytes, self._device = most_bytes, device
+        self._early: dict[tuple[int, int], Arrived] = {}  # by round and client: trained with the evaluation before it
+
+    def survey(self, clients: Sequence[int], download: Download) -> Iterator[LocalUpdate | Failure]:
+        orders = (self._order("survey", client, download(client)) for client in clients)
+        for client, arrived in self._delivered(orders):
+            yield self._reply(client, arrived, "start")
+
+    def train(self, round: int, clients: Sequence[int], download: Download) -> Iterator[LocalUpdate | Failure]:
+        """The replies that are there already, and then those of the others."""
+        early = {client: self._early.pop((round, client)) for client in clients if (round, client) in self._early}
+        self._early.clear()  # of a round that was not requested
+        for client, arrived in early.items():
+            download(client)  # counts what went down
+            yield self._kept(client, arrived)
+        orders = (
+            replace(self._order("work", client, download(client)), train=round, keep_as=_new_number())
+            for client in clients
+            if client not in early
+        )
+        for client, arrived in self._delivered(orders):
+            yield self._kept(client, arrived)
+
+    def evaluate(
+        self, round: int, clients: Sequence[int], download: Download, ahead: NextTraining | None = None
+    ) -> Iterator[tuple[int, ClientResult] | Failure]:
+        """The results of a round. The same messages ask for the training that comes next."""
+        training = None if ahead is None else ahead()
+        tested, trained = set(clients), set(training.clients) if training else set()
+
+        def orders() -> Iterator[Order]:
+            for client in sorted(tested | trained):
+                if training is None or client not in trained:
+                    yield replace(self._order("work", client, download(client)), evaluate=round)
+                    continue
+                order = self._order("work", client, training.download(client))
+                order = replace(order, train=training.round, keep_as=_new_number())
+                yield replace(order, evaluate=round) if client in tested else order
+
+        for client, arrived in self._delivered(orders()):
+            if training is not None and client in trained:
+                self._early[training.round, client] = arrived
+            if client not in tested:
+                continue
+            answer = arrived.answer
+            if isinstance(answer, Answer) and answer.result is not None:
+                yield client, answer.result
+            else:
+                withheld = answer.withheld if isinstance(answer, Answer) else None
+                told = withheld or ("result", "must come with the figures of the evaluation")
+                yield _failure(client, answer, *told)
+
+    def discard(self, clients: Iterable[int]) -> None:
+        """Forget what these clients did since the last commit: their updates were refused."""
+        for client in clients:
+            self._states.discard(client)
+
+    def take_states(self) -> dict[int, bytes]:
+        """The numbers of what clients have kept since the last call, to be committed with the round."""
+        return self._states.take_changes()
+
+    def _order(self, kind: Kind, client: int, received: Tensors) -> Order:
+        state, committed = number_of(self._states.get(client)), number_of(self._states.committed(client))
+        return Order(kind, self._setting, client, state=state, committed=committed, received=received)
+
+    def _delivered(self, orders: Iterable[Order]) -> Iterator[tuple[int, Arrived]]:
+        numbers: dict[int, int | None] = {}
+
+        def packed() -> Iterator[tuple[int, bytes]]:
+            for order in orders:
+                numbers[order.client] = order.keep_as
+                yield order.client, order.to_bytes()
+
+        limit = max(self._most_bytes.values()) + 2 * ENVELOPE
+        for client, came in self._post.deliver(packed()):
+            answer = came if isinstance(came, Failure) else _read(client, came, limit)
+            yield client, Arrived(answer, numbers[client])
+
+    def _kept(self, client: int, arrived: Arrived) -> LocalUpdate | Failure:
+        """The reply of a client that trained; whether what it keeps now counts is for the guard to say."""
+        reply = self._reply(client, arrived, "round")
+        if isinstance(reply, LocalUpdate) and arrived.kept_as is not None:
+            self._states.put(client, {KEPT_AS: torch.tensor(arrived.kept_as)})
+        return reply
+
+    def _reply(self, client: int, arrived: Arrived, when: str) -> LocalUpdate | Failure:
+        answer = arrived.answer
+        if isinstance(answer, Failure) or answer.failure is not None:
+            return _failure(client, answer, "reply", "")
+        try:
+            reply = answer.reply(self._most_bytes[when] + ENVELOPE)
+        except ContractError as error:
+            return Failure(client, "message", str(error))
+        if reply is None:
+            return Failure(client, "reply", "must come with an update")
+        if reply.client != client:
+            return Failure(client, "client", f"must answer for itself, got client {reply.client}")
+        return replace(reply, upload={name: tensor.to(self._device) for name, tensor in reply.upload.items()})
+
+
+def _read(client: int, blob: bytes, limit: int) -> Answer | Failure:
+    if len(blob) > limit:
+        return Failure(client, "bytes", f"message must have at most {limit} bytes, got {len(blob)}")
+    try:
+        return Answer.from_bytes(blob)
+    except ValueError as error:
+        return Failure(client, "message", f"message is malformed: {error}")
+
+
+def _failure(client: int, answer: Answer | Failure, rule: str, text: str) -> Failure:
+    """Why there is nothing from a client: what was found out here, what it says itself, or that it says nothing."""
+    if isinstance(answer, Failure):
+        return answer
+    return Failure(client, *(answer.failure or (rule, text)))
+
+
+def _new_number() -> int:
+    """A number that no state has, also not one of an attempt that was lost."""
+    return secrets.randbelow(MOST_NUMBER - 1) + 1
+
+
+def remote_engine(post: Transport, setting: Setting, config: Config, world: World, states: ClientStates) -> Remote:
+    """The engine whose clients are reached by post."""
+    guard = Guard(config.guard, as_sent(world.roles, config.privacy), private=config.privacy is not None)
+    most_bytes = {when: guard.most_bytes(when) for when in ("start", "round")}
+    return Remote(post, setting, states, most_bytes, world.device)

@@ -1,0 +1,34 @@
+"""What of an evaluation leaves a site, by its policy."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from fedprompt.engines.remote.site_policy import SitePolicy
+from fedprompt.metrics.accuracy import ClientResult
+from fedprompt.privacy.discrete_laplace import discrete_laplace
+
+SENSITIVITY = 2  # by which hits and misses together change when one test image is replaced by another
+
+
+def told(policy: SitePolicy, result: ClientResult) -> ClientResult:
+    """All figures, counts alone, or counts with noise."""
+    if policy.evaluate == "all":
+        return result
+    if policy.evaluate == "noised":
+        return noised(result, policy.evaluation_epsilon)
+    domains = {name: counts for name, counts in result.domains.items() if counts[0] >= policy.least_test_images}
+    return ClientResult(result.samples, result.correct, domains=domains)
+
+
+def noised(result: ClientResult, epsilon: float) -> ClientResult:
+    """Hits and misses with discrete Laplace noise each. What is below nought is nought: that is known without looking."""
+    scale = SENSITIVITY / Fraction(epsilon)
+    hits = max(0, result.correct + discrete_laplace(scale))
+    misses = max(0, result.samples - result.correct + discrete_laplace(scale))
+    return ClientResult(max(1, hits + misses), hits)
+
+
+def nothing_right(result_samples: int) -> ClientResult:
+    """What stands for an evaluation that came to nothing in a private run."""
+    return ClientResult(result_samples, 0)

@@ -1,0 +1,139 @@
+"""The front door: `Experiment(config).run() -> Run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedprompt.backbones.load import builder
+from fedprompt.backbones.weight_cache import identity
+from fedprompt.client.client_states import ClientStates
+from fedprompt.client.factory import ExperimentFactory, Prepared
+from fedprompt.client.runtime import ClientRuntime
+from fedprompt.config import Config, config_files
+from fedprompt.config.registries import REMOTE_ENGINES
+from fedprompt.core import registry
+from fedprompt.core.method import Method
+from fedprompt.core.roles import Roles
+from fedprompt.data.partition.divide import scheme
+from fedprompt.data.sources.open import check_format
+from fedprompt.engines import kinds
+from fedprompt.engines.remote.protocol import Setting
+from fedprompt.engines.remote.remote_engine import Transport, remote_engine
+from fedprompt.errors import ConfigError, RunError, broken
+from fedprompt.evaluation.base_to_novel import novel_test
+from fedprompt.experiment.run_file import open_store, refuse_another_run, run_id
+from fedprompt.federation.aggregate import rule
+from fedprompt.federation.loop import Engine, Federation, Observer
+from fedprompt.privacy.budget import settled
+from fedprompt.privacy.mechanism import as_sent
+from fedprompt.runs.run import Run
+from fedprompt.runs.store import RunStore
+
+MakeEngine = Callable[[ClientRuntime, RunStore, list[str]], Engine]
+
+
+class Experiment:
+    """One config, ready to run. Building it checks everything that can be checked before the first image is decoded."""
+
+    def __init__(self, config: Config | Mapping[str, Any]) -> None:
+        self.factory = ExperimentFactory(config)
+        self.config = self.factory.config
+        check_extensions(self.config)
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Iterable[str] = ()) -> Experiment:
+        """The one experiment a YAML file describes; a file with a `sweep` holds several and is for `fedprompt run`."""
+        configs = config_files.load(path, overrides)
+        if len(configs) != 1:
+            raise RunError(
+                f"{str(path)!r} must describe one experiment, got {len(configs)}; use fedprompt.config.config_files.load"
+            )
+        return cls(configs[0])
+
+    @property
+    def method(self) -> Method:
+        return self.factory.method
+
+    def run(self, resume: bool = False, observer: Observer | None = None) -> Run:
+        """Train until the last round. With `resume`, go on after the last committed round of the same config."""
+        config, observer = self.config, observer or Observer()
+        if config.engine.kind == "flower":
+            raise ConfigError(broken("engine.kind", "be run by `fedprompt federate run`: clients are sites", "flower"))
+        refuse_another_run(config, resume)
+        if config.output.threads:
+            torch.set_num_threads(config.output.threads)
+        if config.engine.kind == "flower-simulation":
+            self._simulate(observer)
+        else:
+            if config.engine.workers:
+                self._require_own_method("engine.workers", "0", config.engine.workers)
+            with kinds.opener(config)() as make:
+                self._run(lambda runtime, store, ground: make(runtime, ground), self.factory.prepare(), observer)
+        return Run(config.run_directory)
+
+    def run_remotely(self, prepared: Prepared, observer: Observer, post: Transport) -> None:
+        """Every round that is still missing, with clients that are reached by post."""
+
+        def make(runtime: ClientRuntime, store: RunStore, ground: list[str]) -> Engine:
+            settings = settled(self.config, runtime.terms).model_dump(mode="json")
+            setting = Setting(run_id(store), settings, ground[0])
+            return remote_engine(post, setting, self.config, runtime.world, ClientStates(store.client_state))
+
+        self._run(make, prepared, observer)
+
+    def _run(self, make_engine: MakeEngine, prepared: Prepared, observer: Observer) -> None:
+        source, manifest, backbone, world = prepared
+        frozen = identity(backbone)
+        bank = self.factory.bank(source, manifest, backbone)
+        store = open_store(self.factory, source, manifest, frozen, world, bank)
+        try:
+            runtime = self.factory.client_runtime(source, world, bank, ClientStates(store.client_state))
+            afterwards = novel_test(runtime, prepared, self.factory.cache, store, observer)
+            engine = _secured(make_engine(runtime, store, [frozen, manifest.checksum]), world.roles, self.config)
+            Federation(self.config, world, self.method, engine, store, observer, runtime.terms, afterwards).run()
+            backbone.assert_frozen(frozen)
+        finally:
+            store.close()
+
+    def _simulate(self, observer: Observer) -> None:
+        """The same with every client a node of its own, which Flower simulates."""
+        from fedprompt.engines.flower.simulation import simulate
+
+        if self.config.data.novel:
+            rule = "be 0 with engine.kind: flower-simulation, whose clients keep their states to themselves"
+            raise ConfigError(broken("data.novel", rule, self.config.data.novel))
+        self._require_own_method("engine.kind", "in-process", self.config.engine.kind)
+        prepared = self.factory.prepare()
+        clients = len(prepared.world.client_names)
+        simulate(clients, self.config.engine, partial(self.run_remotely, prepared, observer))
+
+    def _require_own_method(self, field: str, instead: str, value: object) -> None:
+        """Raise where other processes could not build the method from the config."""
+        if self.method != registry.build(self.config.method, self.config.variant):
+            raise ConfigError(broken(field, f"be {instead} for a method that is not the config's own", value))
+
+
+def check_extensions(config: Config) -> None:
+    """Raise where a config names something that is not registered, or gives it options that are not its own."""
+    rule(config.aggregation)
+    check_format(config.data)
+    builder(config.backbone)
+    if config.partition.scheme != "manifest":
+        scheme(config.partition)
+    if config.engine.kind not in REMOTE_ENGINES:
+        kinds.opener(config)
+
+
+def _secured(engine: Engine, roles: Roles, config: Config) -> Engine:
+    """The engine behind a secure sum, where one is asked for."""
+    if not config.federation.secure_sum:
+        return engine
+    from fedprompt.engines.secure_cohort import SecureCohort
+
+    uniform = config.federation.weighting == "uniform"
+    return SecureCohort(engine, as_sent(roles, config.privacy), config.guard.quorum, uniform)

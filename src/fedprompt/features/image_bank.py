@@ -1,0 +1,167 @@
+"""The images of one client in the form the backbone reads, and those of all clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedprompt.backbones.vit import ViT
+from fedprompt.config import EngineConfig
+from fedprompt.data.cache.pixel_store import ImageStore
+from fedprompt.data.partition.manifest import Manifest
+from fedprompt.data.sources.open import Source
+from fedprompt.features.feature_tables import FeatureTables, tokens_name
+from fedprompt.tensors import Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The training or test images of one client. Positions count from 0 within the client."""
+
+    indices: np.ndarray
+    """Of the source."""
+    labels: Tensor
+    domains: np.ndarray
+    tables: FeatureTables
+
+    @classmethod
+    def of(cls, tables: FeatureTables, indices: np.ndarray) -> Images:
+        """Some images of a source."""
+        labels = tables.labels[torch.from_numpy(indices).to(tables.labels.device)]
+        return cls(indices, labels, tables.source.domains[indices], tables)
+
+    @property
+    def backbone(self) -> ViT:
+        return self.tables.backbone
+
+    @property
+    def store(self) -> ImageStore:
+        return self.tables.store
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def part(self, start: float, end: float, order: Tensor) -> Images:
+        """The images between two shares of a given order; at least one."""
+        first = min(int(start * len(self) + 0.5), len(self) - 1)
+        chosen = order[first : max(first + 1, int(end * len(self) + 0.5))]
+        return replace(
+            self,
+            indices=self.indices[chosen.numpy()],
+            labels=self.labels[chosen.to(self.labels.device)],
+            domains=self.domains[chosen.numpy()],
+        )
+
+    def features(self, name: str, positions: Tensor) -> Tensor:
+        """Features without prompts by the names of `Method.needs`."""
+        return self.tables.features(name, self._at(positions))
+
+    def tokens(self, positions: Tensor, start: int = 0) -> Tensor:
+        """The inputs of a block, counted after the stem; of the first one, the embedded images."""
+        return self.tables.tokens(self._at(positions), start)
+
+    def load(self, positions: Tensor, names: Sequence[str]) -> LoadedImages:
+        """Some of the images with the data a step reads, by the names of `ImageBank.prefetch`."""
+        rows = self.tables.load(self._at(positions), names)
+        return LoadedImages(self, positions, self.labels[positions.to(self.labels.device)], rows)
+
+    def _at(self, positions: Tensor) -> Tensor:
+        return torch.from_numpy(self.indices[positions.numpy()])
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedImages:
+    """The images of one batch, decoded before its step begins. Positions count from 0 within the batch."""
+
+    images: Images
+    positions: Tensor
+    """Of the batch in `images`."""
+    labels: Tensor
+    rows: Tensors
+    """Features and tokens by name. Anything else a step reads is loaded on demand."""
+
+    @property
+    def backbone(self) -> ViT:
+        return self.images.backbone
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def features(self, name: str, positions: Tensor) -> Tensor:
+        """As `Images.features`."""
+        rows = self.rows.get(name)
+        return self.images.features(name, self.positions[positions]) if rows is None else rows[positions]
+
+    def tokens(self, positions: Tensor, start: int = 0) -> Tensor:
+        """As `Images.tokens`."""
+        rows = self.rows.get(tokens_name(start))
+        return self.images.tokens(self.positions[positions], start) if rows is None else rows[positions]
+
+
+class ImageBank:
+    """Every client's images; all decoding and computing is on demand."""
+
+    def __init__(
+        self,
+        source: Source,
+        manifest: Manifest,
+        store: ImageStore,
+        backbone: ViT,
+        engine: EngineConfig | None = None,
+    ) -> None:
+        self._clients = {"train": manifest.clients.train, "test": manifest.clients.test}
+        groups = np.full(len(source), -1, dtype=np.int64)
+        for first, lists in zip((0, len(manifest.clients)), self._clients.values(), strict=True):
+            groups[lists.values] = first + lists.owners
+        self.tables = FeatureTables(source, groups, store, backbone, engine)
+
+    @property
+    def backbone(self) -> ViT:
+        return self.tables.backbone
+
+    def images(self, client: int, part: str) -> Images:
+        """A client's "train" or "test" images."""
+        return Images.of(self.tables, self._clients[part][client])
+
+    def sizes(self, part: str) -> np.ndarray:
+        """How many images every client has."""
+        return self._clients[part].sizes
+
+    def features(self, name: str, indices: Tensor) -> Tensor:
+        """Features without prompts of images of the source, of any client, by the names of `Method.needs`."""
+        return self.tables.features(name, indices)
+
+    def tokens(self, indices: Tensor, start: int = 0) -> Tensor:
+        """The inputs of one block, counted after the stem."""
+        return self.tables.tokens(indices, start)
+
+    def load(self, indices: Tensor, names: Sequence[str]) -> Tensors:
+        """Features and tokens of images of the source, by the names of `prefetch`."""
+        return self.tables.load(indices, names)
+
+    def prefetch(self, indices: Tensor, names: Sequence[str]) -> None:
+        """Begin to decode, in the background, the images that are needed for these features and "tokens"."""
+        self.tables.prefetch(indices, names)
+
+
+class CommonImages(ImageBank):
+    """A bank in which every client holds the same images."""
+
+    def __init__(self, images: Images) -> None:
+        self._images, self.tables = images, images.tables
+
+    @classmethod
+    def of(
+        cls, source: Source, indices: np.ndarray, store: ImageStore, backbone: ViT, engine: EngineConfig
+    ) -> CommonImages:
+        """Some images of a source."""
+        groups = np.full(len(source), -1, dtype=np.int64)
+        groups[indices] = 0
+        return cls(Images.of(FeatureTables(source, groups, store, backbone, engine), indices))
+
+    def images(self, client: int, part: str) -> Images:
+        return self._images

@@ -1,0 +1,1 @@
+"""Using the result of a run: a client's model, to predict, to explain and to export."""

@@ -1,0 +1,67 @@
+"""Pixels in memory as the images of a client: nothing is written to disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedprompt.backbones.vit import ViT
+from fedprompt.data.cache.pixel_store import ImageStore
+from fedprompt.data.sources.base import NO_DOMAINS, Source
+from fedprompt.errors import DataError, broken
+from fedprompt.features.compute import Feature, computed
+from fedprompt.features.feature_tables import FeatureTables
+from fedprompt.features.image_bank import Images
+
+
+class GivenPixels(ImageStore):
+    """A store that holds what it was given."""
+
+    def __init__(self, pixels: np.ndarray) -> None:
+        self._pixels = pixels
+        self.cache, self.key = Path(), ""
+
+    def pixels(self, indices: np.ndarray) -> np.ndarray:
+        return self._pixels[indices]
+
+    def known(self, indices: np.ndarray) -> np.ndarray:
+        return np.ones(len(indices), dtype=bool)
+
+
+class Nameless(Source):
+    """`count` images without labels: all labels are 0, and no prediction may depend on them."""
+
+    def __init__(self, count: int) -> None:
+        self.name, self.class_names, self.domain_names, self.fingerprint = "images", ("0",), NO_DOMAINS, ""
+        self.labels, self.domains, self.splits = np.zeros(count, np.int64), np.zeros(count, np.int64), None
+
+    def image(self, index: int) -> None:  # type: ignore[override]
+        raise DataError(broken("image", "be asked for as pixels", index))
+
+
+class GivenFeatures(FeatureTables):
+    """Features of given pixels, each kind computed once, by the same passes as those of a run: the bits are the same."""
+
+    def __init__(self, pixels: np.ndarray, backbone: ViT) -> None:
+        count = len(pixels)
+        super().__init__(Nameless(count), np.zeros(count, np.int64), GivenPixels(pixels), backbone)
+        self._found: dict[str, Tensor] = {}
+
+    def _rows(self, feature: Feature, indices: np.ndarray, alone: bool = False) -> Tensor:
+        if feature.name not in self._found:
+            everything = np.arange(len(self.source))
+            parts = [rows for _, rows in computed(self._plain, self.store, feature, everything)]
+            self._found[feature.name] = torch.cat(parts)
+        return self._found[feature.name][torch.from_numpy(indices).to(self.backbone.device)]
+
+
+def as_images(pixels: np.ndarray, backbone: ViT) -> Images:
+    """Pixels (B, S, S, 3) uint8 of the backbone's size as a client's images."""
+    side = backbone.shape.image_size
+    if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1:] != (side, side, 3) or not len(pixels):
+        rule = f"be uint8 of shape (images, {side}, {side}, 3), one image at least"
+        raise DataError(broken("pixels", rule, f"{pixels.dtype} of {pixels.shape}"))
+    return Images.of(GivenFeatures(pixels, backbone), np.arange(len(pixels)))

@@ -1,0 +1,1 @@
+"""Reading and writing files: bounded reads, tensor headers, atomic writes, the cache directory."""

@@ -1,0 +1,1 @@
+"""Base classes that several methods share. No method is registered here."""

@@ -1,0 +1,89 @@
+"""Base of methods on a dual encoder: learnable contexts that a frozen text tower reads with every class name.
+
+logits[b, c] = scale * <I_b, T_c>,   I_b the image and T_c the class in its context, both of unit length
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedprompt.config import TrainConfig
+from fedprompt.core.method import Method, Stage, World
+from fedprompt.errors import ConfigError, broken
+from fedprompt.modules.contexts import Position, TextContext, random_context
+from fedprompt.random_streams import Stream
+
+
+@dataclass(frozen=True)
+class WithText(Method):
+    """Reads images and class names. The method decides what its text contexts are and where they are kept."""
+
+    context_tokens: Annotated[int, Field(ge=1)] = 16
+    """m, learnable words of a context."""
+    context_words: str = ""
+    """Begin with these words instead of at random; they then determine the number of tokens."""
+    class_position: Position = "end"
+    """Where the class name stands: after the context, inside it, or before it."""
+    class_specific: bool = False
+    """One context per class instead of one for all."""
+
+    @property
+    def uses_text(self) -> bool:
+        return True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("image",)
+
+    def check(self, world: World, train: TrainConfig) -> None:
+        if self.context_words and not len(world.text.words(self.context_words)):
+            raise ConfigError(broken("method.context_words", "have at least one token", self.context_words))
+        check_room(world, "context_words" if self.context_words else "context_tokens", self.context_length(world))
+
+    def context_length(self, world: World) -> int:
+        """m, tokens of a context: from its initial words, or from the settings."""
+        return len(world.text.words(self.context_words)) if self.context_words else self.context_tokens
+
+    def new_context(self, world: World, generator: Stream) -> Tensor:
+        """An initial context, (m, d) or (C, m, d): some words, or N(0, 0.02^2)."""
+        classes = world.classes if self.class_specific else None
+        if self.context_words:
+            words = world.text.words(self.context_words)
+            return words.clone() if classes is None else words.repeat(classes, 1, 1)
+        drawn = random_context(self.context_tokens, world.text.width, generator, classes)
+        return drawn.to(world.device, world.dtype)
+
+    def as_context(self, tokens: Tensor) -> TextContext:
+        return TextContext(tokens, self.class_position)
+
+    def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
+        """A held-out client trains its local tensors and does not change the shared ones."""
+        stages = self.stages(world, train)
+        own = [tuple(name for name in stage.trainable if name in world.roles.local) for stage in stages]
+        return tuple(
+            replace(stage, trainable=names, epochs=epochs, name=f"newcomer.{stage.name}")
+            for stage, names in zip(stages, own, strict=True)
+        )
+
+
+def check_room(world: World, setting: str, tokens: int) -> None:
+    """Raise unless every class name fits into the text tower beside a context of that many tokens."""
+    room = world.text.room
+    if room is not None and tokens > room:
+        rule = f"make at most {room} context tokens, so that the longest class name fits into the text tower"
+        raise ConfigError(broken(f"method.{setting}", rule, f"{tokens} tokens"))
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """In at least float32: bfloat16 would round away the differences between similarities."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def similarity(world: World, image: Tensor, text: Tensor) -> Tensor:
+    """Logits (B, C) of images (B, D) and classes (C, D), in at least float32."""
+    return world.text.scale * precise(image) @ precise(text).T

@@ -1,0 +1,1 @@
+"""Accuracy, calibration and AUC from counts and scores. Only scoring imports torch."""

@@ -1,0 +1,138 @@
+"""Numbers of clients, rounds and runs, from counts alone.
+
+*Average* is the unweighted mean of the clients' test accuracies, *Worst Local* their minimum; both are then averaged over the last rounds.
+Accuracies are fractions here; tables print them in per cent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fedprompt.metrics.calibration import calibration_error
+
+
+@dataclass(frozen=True)
+class ClientResult:
+    """Everything an evaluation of one client counted. Results add up, so pooled figures are exact.
+
+    A site may keep all but the counts of images and hits to itself: the other figures are then None, and there are no bins.
+    """
+
+    samples: int
+    correct: int
+    nll: float | None = None
+    """Summed over samples."""
+    entropy: float | None = None
+    """Predictive entropy, summed."""
+    mutual_information: float | None = None
+    """Over the draws of a Bayesian prompt, summed."""
+    bins: list[list[float]] = field(default_factory=list)
+    """Per confidence bin: samples, sum of confidences, correct."""
+    domains: dict[str, list[int]] = field(default_factory=dict)
+    """Name -> samples, correct."""
+    diagnostics: dict[str, float] = field(default_factory=dict)
+    """What the method says about itself, mean over samples."""
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.samples
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def is_result(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping that was read from a file is what `ClientResult.to_json` gives."""
+    samples, correct, bins = (values.get(name) for name in ("samples", "correct", "bins"))
+    groups = [values.get("domains"), values.get("diagnostics")]
+    return (
+        type(samples) is int
+        and type(correct) is int
+        and 0 <= correct <= samples != 0
+        and isinstance(bins, list)
+        and all(isinstance(row, list) and len(row) == 3 and all(map(_is_number, row)) for row in bins)
+        and isinstance(groups[0], dict)
+        and _are_numbers(groups[1])
+    )
+
+
+def is_summary(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping that was read from a file has the figures `summarise` gives."""
+    figures = all(_is_number(values[name]) if name in values else name in WITHHELD for name in AVERAGED)
+    return figures and _are_numbers(values.get("domains")) and _are_numbers(values.get("diagnostics", {}))
+
+
+def _are_numbers(group: Any) -> bool:
+    return isinstance(group, dict) and all(map(_is_number, group.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def summarise(results: Iterable[ClientResult]) -> dict[str, Any]:
+    """The figures of one evaluated round, over all clients."""
+    results = list(results)
+    accuracies = np.array([result.accuracy for result in results])
+    samples = sum(result.samples for result in results)
+    lowest = np.sort(accuracies)[: max(1, len(accuracies) // 10)]
+    domains: dict[str, list[int]] = {}
+    for result in results:
+        for name, (count, correct) in result.domains.items():
+            total = domains.setdefault(name, [0, 0])
+            total[0] += count
+            total[1] += correct
+    return {
+        "average": float(accuracies.mean()),
+        "worst": float(accuracies.min()),
+        "pooled": sum(result.correct for result in results) / samples,
+        "std": float(accuracies.std()),
+        "bottom_decile": float(lowest.mean()),
+        **_uncertainty([result for result in results if result.nll is not None]),
+        "domains": {name: correct / count for name, (count, correct) in sorted(domains.items())},
+        "diagnostics": _means([result.diagnostics for result in results]),
+    }
+
+
+def _uncertainty(results: Sequence[ClientResult]) -> dict[str, float]:
+    """Calibration and spread over those clients that tell more than counts; nothing where none does."""
+    if not results:
+        return {}
+    samples = sum(result.samples for result in results)
+    names = ("nll", "entropy", "mutual_information")
+    means = {name: sum(getattr(result, name) for result in results) / samples for name in names}
+    return {"ece": calibration_error(np.sum([result.bins for result in results], axis=0)), **means}
+
+
+def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of every name over the entries that have it: some clients may have nothing to say yet."""
+    names = sorted({name for entry in entries for name in entry})
+    return {name: float(np.mean([entry[name] for entry in entries if name in entry])) for name in names}
+
+
+AVERAGED = ("average", "worst", "pooled", "std", "bottom_decile", "ece", "nll", "entropy", "mutual_information")
+WITHHELD = ("ece", "nll", "entropy", "mutual_information")  # of these, those that are absent where no client told them
+
+
+def conclude(rounds: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:
+    """The figures of a run from its evaluated rounds: the mean over the last ones, the final one and the best one."""
+    if not rounds:
+        return {}
+    tail = rounds[-max(1, last) :]
+    known = {name: [entry[name] for entry in tail if name in entry] for name in AVERAGED}
+    means = {name: float(np.mean(values)) for name, values in known.items() if values}
+    best = max(rounds, key=lambda entry: entry["average"])
+    return {
+        **means,
+        "domains": _means([entry["domains"] for entry in tail]),  # a site that was away leaves its domains out
+        "diagnostics": _means([entry.get("diagnostics", {}) for entry in tail]),
+        "evaluations": len(tail),
+        "final_average": rounds[-1]["average"],
+        "final_worst": rounds[-1]["worst"],
+        "best_average": best["average"],
+        "best_round": best["round"],
+    }

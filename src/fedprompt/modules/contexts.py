@@ -1,0 +1,53 @@
+"""What a method puts into a text tower: learnable words around the class names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedprompt.random_streams import Stream
+
+Position = Literal["end", "middle", "front"]  # where the class name stands: behind the context, inside it, before it
+
+STANDARD_DEVIATION = 0.02  # of a random context
+
+
+@dataclass(frozen=True)
+class TextContext:
+    """Tokens that stand with every class name, the same for all classes or one set per class."""
+
+    tokens: Tensor  # (m, d), or (C, m, d) per class
+    position: Position = "end"
+
+
+@dataclass(frozen=True)
+class Language:
+    """The text side of a dual encoder as a method sees it, with the class names of its world."""
+
+    width: int
+    """Of a context token."""
+    features: int
+    """D, dimensions of the space that images and texts share."""
+    scale: float
+    """Logits are scale * <image, text>."""
+    words: Callable[[str], Tensor]
+    """The tokens (n, d) of some words, in the text tower's own embedding."""
+    encode: Callable[[Tensor, Position], Tensor]
+    """Unit vectors (N, C, D) of all classes in each of N contexts (N, m, d) or (N, C, m, d)."""
+    room: int | None = None
+    """Most tokens of a context that leave room for the longest class name; None for no limit."""
+
+    def encode_words(self, words: str) -> Tensor:
+        """Unit vectors (C, D) of all classes behind some plain words, such as "a photo of a"."""
+        with torch.no_grad():
+            return self.encode(self.words(words).unsqueeze(0), "end")[0]
+
+
+def random_context(tokens: int, width: int, generator: Stream, classes: int | None = None) -> Tensor:
+    """CoOp's start, N(0, 0.02^2): one context (m, d), or one per class (C, m, d)."""
+    size = (tokens, width) if classes is None else (classes, tokens, width)
+    return STANDARD_DEVIATION * generator.normal(*size)

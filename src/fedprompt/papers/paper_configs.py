@@ -1,0 +1,66 @@
+"""The tables and their configs: `pfedbayespt/table1` is papers/pfedbayespt/table1.yaml in this package."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedprompt.config import config_files
+from fedprompt.errors import ConfigError, broken
+
+HERE = Path(__file__).parent
+FOR_EDITORS = "# yaml-language-server:"  # names the schema of the file
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A config that can be reproduced."""
+
+    name: str
+    """`paper/table`, or the stem of the user's file."""
+    path: Path
+
+    @property
+    def header(self) -> str:
+        """The first line of the comment the file begins with, or nothing. A word to editors before it does not count."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        first = next((line for line in lines if not line.startswith(FOR_EDITORS)), "")
+        return first.lstrip("# ").strip() if first.startswith("#") else ""
+
+    @property
+    def title(self) -> str:
+        """Its title without the citation: `Table 1 of pFedBayesPT`."""
+        return re.sub(r" \([^)]*\)", "", self.header.partition(":")[0]).rstrip(".") or self.name
+
+    @property
+    def about(self) -> str:
+        """The paper's experiment, from the header."""
+        return self.header.partition(": ")[2]
+
+    @property
+    def called(self) -> str:
+        """How a command names it."""
+        return self.name if "/" in self.name else str(self.path)
+
+
+def experiments() -> list[Experiment]:
+    """All experiments in this package."""
+    return [Experiment(f"{path.parent.name}/{path.stem}", path) for path in sorted(HERE.glob("*/*.yaml"))]
+
+
+def find(name: str) -> Experiment:
+    """An experiment by its name, or by a path to a YAML file; an unknown name is an error with similar names."""
+    known = {each.name: each for each in experiments()}
+    if name in known:
+        return known[name]
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        inside = [each for each in known.values() if path.exists() and each.path.samefile(path)]
+        config_files.read(path)  # raises where there is none
+        return inside[0] if inside else Experiment(path.stem, path)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [n for n in known if name and name in n][:3]
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    rule = "be the name of a table or a path to a YAML file"
+    raise ConfigError(f"{broken('experiment', rule, name)}; {hint}`fedprompt reproduce --list` lists all")

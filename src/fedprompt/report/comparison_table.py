@@ -1,0 +1,343 @@
+"""The comparison table: one row per family, mean and sample standard deviation over its seeds.
+
+`comparison` makes the rows; everything below only formats them. Accuracies are fractions in rows, CSV and JSON, and per
+cent in tables for people.
+"""
+
+from __future__ import annotations
+
+import csv as comma_separated
+import io
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fedprompt.io.safe_text import safe_cell, safe_line
+from fedprompt.runs.families import BUDGET, TASK, Family, Labelled, Settings, disagreements, families, section
+from fedprompt.runs.novel_figures import stored_figures
+from fedprompt.runs.run import Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NOTHING = "–"  # what was not measured; never a zero
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over seeds."""
+
+    mean: float
+    std: float | None
+    """Sample standard deviation; one seed has none."""
+
+
+@dataclass(frozen=True)
+class Row(Labelled):
+    """One family in the table."""
+
+    family: str
+    seeds: tuple[int, ...]
+    values: dict[str, Spread | None]
+    """By column key; None where nothing was evaluated yet."""
+    settings: Settings
+    """Rows with equal values can be compared."""
+    repeated: tuple[str, ...] = ()
+    """Runs left out because their seed is already counted."""
+    attacked: bool = False
+    """Some of its clients are malicious."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Refused updates of all its runs together, by rule."""
+    epsilon: float | None = None
+    """The largest epsilon that one of its runs has spent; None without privacy."""
+
+
+def percent(spread: Spread) -> str:
+    mean = f"{100 * spread.mean:.2f}"
+    return mean if spread.std is None else f"{mean} ± {100 * spread.std:.2f}"
+
+
+def size(spread: Spread) -> str:
+    return format_bytes(spread.mean)
+
+
+def duration(spread: Spread) -> str:
+    return f"{spread.mean:.1f}"
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, as networks count: 15360 is `15.4 kB`."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 999.95:  # prints as less than 1000.0
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} TB"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of the table: its source and format."""
+
+    key: str
+    title: str
+    write: Callable[[Spread], str]
+    best: bool = False
+    """The largest one is set in bold."""
+    narrow: bool = False
+    """Also shown in narrow tables."""
+
+
+COLUMNS = (
+    Column("average", "Average", percent, best=True, narrow=True),
+    Column("worst", "Worst Local", percent, best=True, narrow=True),
+    Column("best_average", "Best", percent),
+    Column("pooled", "Pooled", percent),
+    Column("std", "Client std", percent),
+    Column("bottom_decile", "Bottom 10%", percent),
+    Column("ece", "ECE", percent, narrow=True),
+    Column("bytes_up_each", "Up", size, narrow=True),
+    Column("bytes_down_each", "Down", size, narrow=True),
+    Column("bytes_total", "Total", size),
+    Column("seconds", "Seconds", duration),
+)
+
+# shown where a run tested classes that its federation never saw
+NOVEL_COLUMNS = (
+    Column("local", "Local", percent, best=True, narrow=True),
+    Column("base", "Base", percent, best=True, narrow=True),
+    Column("novel", "Novel", percent, best=True, narrow=True),
+    Column("hm", "HM", percent, best=True, narrow=True),
+    Column("hm3", "HM3", percent),
+)
+
+EXPLANATION = (
+    "Accuracies, Client std and ECE in per cent, mean ± sample standard deviation over seeds. All are means over the "
+    "last evaluated rounds, except Best, the highest Average of any round. Up and Down are bytes per participating "
+    "client and round; Total is both directions of the whole run, and Seconds are its time."
+)
+
+NOVEL_EXPLANATION = (
+    "After the last round: Local on each client's own test images, Base on all test images of the classes trained on, Novel "
+    "on those of classes kept from the federation, means over clients; HM is the harmonic mean of Base and Novel, HM3 "
+    "that of all three."
+)
+
+
+def columns(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """The columns of a table: those of every run, and those that some of these rows have."""
+    return COLUMNS + tuple(column for column in NOVEL_COLUMNS if any(row.values.get(column.key) for row in rows))
+
+
+def comparison(runs: Sequence[Run]) -> list[Row]:
+    """One row per family in the order given; runs that stopped early get a row of their own."""
+    return [row_of(family) for family in families(runs)]
+
+
+def row_of(family: Family) -> Row:
+    each = [figures(run) for run in family.runs]
+    return Row(
+        label=family.label,
+        family=family.digest,
+        seeds=tuple(run.config.seed for run in family.runs),
+        rounds=family.rounds,
+        of=family.of,
+        values={column.key: spread(values[column.key] for values in each) for column in (*COLUMNS, *NOVEL_COLUMNS)},
+        settings=family.settings,
+        repeated=family.repeated,
+        attacked=any(run.config.attack is not None for run in family.runs),
+        refused=dict(sum((Counter(run.refused()) for run in family.runs), Counter[str]())),
+        epsilon=max((spent for run in family.runs if (spent := run.epsilon()) is not None), default=None),
+    )
+
+
+def figures(run: Run) -> dict[str, float | None]:
+    """The numbers of one run, by column key."""
+    summary, novel = run.summary(), stored_figures(run.reader) or {}
+    trained = [record for record in run.rounds() if record.cohort]  # no client trains in round 0
+    participations = sum(len(record.cohort) for record in trained)
+    return {
+        **{column.key: summary.get(column.key) for column in COLUMNS},
+        **{column.key: novel.get(column.key) for column in NOVEL_COLUMNS},
+        "bytes_up_each": sum(record.bytes_up for record in trained) / participations if trained else None,
+        "bytes_down_each": sum(record.bytes_down for record in trained) / participations if trained else None,
+        "bytes_total": float(summary["bytes_up"] + summary["bytes_down"]),
+        "seconds": sum(summary["seconds"].values()),
+    }
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Mean and sample standard deviation of the known values."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Notes that a reader needs before comparing the rows."""
+    named = [(row.label, row.settings) for row in rows]
+    task = disagreements(named, TASK)
+    budget = [line for line in disagreements(named, BUDGET) if line not in task]
+    newcomers = [row.title for row in rows if row.settings["federation.held_out"]]
+    if newcomers and len(newcomers) == len(rows):
+        newcomers = ["all rows"]
+    some = [(row.title, row.settings["federation.evaluate_clients"]) for row in rows]
+    early = [row.title for row in rows if not row.finished]
+    repeated = [name for row in rows for name in row.repeated]
+    attacked = [row.title for row in rows if row.attacked]
+    refused = [
+        f"{row.title}: " + ", ".join(f"{count} for {rule}" for rule, count in sorted(row.refused.items()))
+        for row in rows
+        if row.refused
+    ]
+    private = [f"{row.title}: {row.epsilon:.3g}" for row in rows if row.epsilon is not None]
+    lines = [
+        ("Not comparable, these settings differ", task),
+        ("Different training budget or measurement", budget),
+        ("Only clients held out of training are evaluated", newcomers),
+        ("Clients that stand for all in evaluations, drawn once", [f"{who}: {count}" for who, count in some if count]),
+        ("Some clients are malicious, and only the others are evaluated", attacked),
+        ("Updates refused by the guard", refused),
+        ("Differential privacy, epsilon spent", private),
+        ("Unfinished", early),
+        ("Left out, the same seed is already counted", repeated),
+    ]
+    return [safe_line(f"{title}: {'; '.join(items)}") for title, items in lines if items]
+
+
+def winners(rows: Sequence[Row], key: str) -> set[int]:
+    """Numbers of the rows with the largest mean as printed, among finished rows on the same task.
+
+    A single row is not among them.
+    """
+    tasks: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        value = row.values.get(key)
+        if row.finished and value is not None and math.isfinite(value.mean):
+            task = json.dumps(section(row.settings, TASK), sort_keys=True)
+            tasks.setdefault(task, []).append(number)
+
+    def printed(number: int) -> float:
+        value = rows[number].values.get(key)
+        return round(100 * value.mean, 2) if value is not None else -math.inf
+
+    chosen = set()
+    for numbers in tasks.values():
+        if len(numbers) > 1:
+            top = max(map(printed, numbers))
+            chosen |= {number for number in numbers if printed(number) == top}
+    return chosen
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text for a table of any format, before escaping."""
+
+    text: str
+    bold: bool = False
+
+
+def header(columns: Sequence[Column] = COLUMNS) -> list[str]:
+    return ["Method", *(column.title for column in columns), "Seeds", "Rounds"]
+
+
+def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list[Cell]]:
+    """The table as people read it; each output format below only escapes and draws lines."""
+    best = {column.key: winners(rows, column.key) if column.best else set() for column in columns}
+    table = []
+    for number, row in enumerate(rows):
+        line = [Cell(safe_line(row.title))]
+        for column in columns:
+            value = row.values.get(column.key)
+            line.append(Cell(NOTHING if value is None else column.write(value), number in best[column.key]))
+        table.append([*line, Cell(str(len(row.seeds))), Cell(str(row.rounds))])
+    return table
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A GitHub table with the notes below it."""
+    shown = columns(rows)
+    lines = [header(shown), ["---"] + ["---:"] * (len(header(shown)) - 1)]
+    for line in cells(rows, shown):
+        texts = [markdown_escape(cell.text) for cell in line]
+        lines.append([f"**{text}**" if cell.bold else text for text, cell in zip(texts, line, strict=True)])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join([table, *explanations(rows), *(markdown_escape(note) for note in notes(rows))]) + "\n"
+
+
+def explanations(rows: Sequence[Row]) -> list[str]:
+    """What the columns mean."""
+    return [EXPLANATION] if columns(rows) == COLUMNS else [EXPLANATION, NOVEL_EXPLANATION]
+
+
+def markdown_escape(text: str) -> str:
+    for mark in "\\`*<|":
+        text = text.replace(mark, f"\\{mark}")
+    return safe_line(text)
+
+
+def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Plain values at full precision, for `json.dumps`."""
+    return [
+        {
+            "label": row.label,
+            "family": row.family,
+            "seeds": list(row.seeds),
+            "rounds": row.rounds,
+            "of": row.of,
+            "finished": row.finished,
+            **{column.key: _plain(row.values.get(column.key)) for column in columns(rows)},
+        }
+        for row in rows
+    ]
+
+
+def _plain(value: Spread | None) -> dict[str, float | None] | None:
+    """JSON has no NaN."""
+    if value is None:
+        return None
+    return {name: number if number is None or math.isfinite(number) else None for name, number in asdict(value).items()}
+
+
+def csv(rows: Sequence[Row]) -> str:
+    """One line per row at full precision: `average` and `average_std`, and so on; seeds are separated by spaces."""
+    shown = columns(rows)
+    figures = [name for column in shown for name in (column.key, f"{column.key}_std")]
+    text = io.StringIO()
+    writer = comma_separated.writer(text, lineterminator="\n")
+    writer.writerow(["label", "family", "seeds", "rounds", "of", "finished", *figures])
+    for row in rows:
+        values = [row.values.get(column.key) for column in shown]
+        spreads = [(value.mean, value.std) if value else (None, None) for value in values]
+        seeds = " ".join(map(str, row.seeds))
+        numbers = [number for pair in spreads for number in pair]
+        writer.writerow(
+            [safe_cell(row.label), row.family, seeds, row.rounds, row.of, str(row.finished).lower(), *numbers]
+        )
+    return text.getvalue()
+
+
+def rich_table(rows: Sequence[Row]) -> Table:
+    """For the terminal: the columns that fit, the best in bold, notes as the caption.
+
+    With accuracies on novel classes, only accuracies fit.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    crowded = columns(rows) != COLUMNS
+    shown = [column for column in columns(rows) if column.narrow and (column.best or not crowded)]
+    caption = "\n".join(["per cent, mean ± std over seeds; up and down per client and round", *notes(rows)])
+    table = Table(caption=Text(caption), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for position, title in enumerate(header(shown)):
+        table.add_column(title, justify="right" if position else "left", overflow="fold")
+    for line in cells(rows, shown):
+        table.add_row(*(Text(cell.text, style="bold" if cell.bold else "") for cell in line))
+    return table

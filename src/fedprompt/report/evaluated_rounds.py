@@ -1,0 +1,54 @@
+"""The results of every client in an evaluated round, read once: several plots use the same rounds.
+
+A hundred thousand results are as many JSON texts; only two arrays and the sum of their calibration bins are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from fedprompt.errors import RunError
+from fedprompt.runs.run import Run
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """One evaluated round."""
+
+    clients: np.ndarray
+    """Numbers, rising."""
+    accuracies: np.ndarray
+    """Of these clients, as fractions."""
+    bins: np.ndarray | None
+    """Samples, summed confidence and correct answers by bin, over all clients; None without clients."""
+
+
+_kept: WeakKeyDictionary[Run, dict[int, Results]] = WeakKeyDictionary()  # rounds that are committed never change
+
+
+def results_of(run: Run, round: int) -> Results:
+    kept = _kept.setdefault(run, {})
+    if round not in kept:
+        kept[round] = _read(run, round)
+    return kept[round]
+
+
+def last_results(run: Run) -> Results | None:
+    """The last evaluated round; None before the first."""
+    evaluated = [record.round for record in run.rounds() if record.summary is not None]
+    return results_of(run, evaluated[-1]) if evaluated else None
+
+
+def _read(run: Run, round: int) -> Results:
+    found = run.evaluations(round)
+    bins = [result["bins"] for result in found.values() if result["bins"]]  # a site may keep them to itself
+    if len({len(each) for each in bins}) > 1:
+        raise RunError(f"run: {run.name}: every client must have the same number of calibration bins")
+    return Results(
+        np.array(sorted(found), dtype=np.int64),
+        np.array([found[client]["correct"] / found[client]["samples"] for client in sorted(found)]),
+        np.sum(bins, axis=0) if bins else None,
+    )

@@ -1,0 +1,188 @@
+"""One HTML file that holds a whole comparison: table, pictures and the settings of every run.
+
+It loads nothing and runs no script, so it can be mailed, archived and opened anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from fedprompt.errors import RunError, broken
+from fedprompt.io.files import write_atomically
+from fedprompt.report import comparison_table, html_elements, method_grid
+from fedprompt.report import latex_table as latex
+from fedprompt.report.comparison_table import Row
+from fedprompt.report.method_grid import PAIR, TITLES, Arrangement
+from fedprompt.report.run_details import runs_section, settings_section
+from fedprompt.runs.families import BUDGET, TASK, disagreements
+from fedprompt.runs.run import Run
+
+if TYPE_CHECKING:
+    from fedprompt.report.sections import Part, Picture
+
+FIGURES, TABLE = "figures", "table.tex"  # what `--figures` adds to the folder of a report
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of a report."""
+
+    html: Path
+    png: Path
+    figures: list[Path] = field(default_factory=list)
+    """Every picture as PNG and SVG."""
+    latex: Path | None = None
+
+
+def write_report(runs: Sequence[Run], directory: Path, figures: bool = False) -> Written:
+    """Write `report.html` and `report.png` (the overview for a README); with `figures`, everything a paper needs as
+    well.
+    """
+    from fedprompt.report import plots
+    from fedprompt.report.sections import all_parts
+
+    if not runs:
+        raise RunError(broken("report", "be given at least one run", []))
+    arranged = method_grid.arrange(runs)
+    parts = all_parts(runs, arranged)
+    html, overview = directory / "report.html", directory / "report.png"
+    content = rendered(
+        runs, arranged, parts
+    ).encode()  # read everything first: a damaged run must not leave half a report
+    write_atomically(html, content)
+    plots.save_overview(arranged, overview)
+    if not figures:
+        return Written(html, overview)
+    write_atomically(directory / TABLE, latex.latex(runs).encode())
+    pictures = [picture for part in parts for picture in (*part.pictures, *part.more)]
+    names = distinct([picture.name for picture in pictures])
+    both = zip(pictures, names, strict=True)
+    paths = [path for picture, name in both for path in save_picture(picture, directory / FIGURES / name)]
+    return Written(html, overview, paths, directory / TABLE)
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names; repeated ones get a number: runs of several folders may have the same."""
+    taken: dict[str, None] = {}  # in order
+    for name in names:
+        choices = chain([name], (f"{name}-{number}" for number in count(2)))
+        taken[next(each for each in choices if each not in taken)] = None
+    return list(taken)
+
+
+def save_picture(picture: Picture, path: Path) -> list[Path]:
+    """For papers: PNG at 300 dots per inch, and SVG, under a path without an ending."""
+    from fedprompt.report.plot_style import png, svg_file
+
+    files = {"png": png(picture.figure, 300), "svg": svg_file(picture.figure)}
+    paths = [path.with_name(f"{path.name}.{ending}") for ending in files]
+    for path, content in zip(paths, files.values(), strict=True):
+        write_atomically(path, content)
+    return paths
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page as text."""
+    from fedprompt.report.sections import all_parts
+
+    arranged = method_grid.arrange(runs)
+    return rendered(runs, arranged, all_parts(runs, arranged))
+
+
+def rendered(runs: Sequence[Run], arranged: Arrangement, parts: Sequence[Part]) -> str:
+    rows = comparison_table.comparison(runs)
+    sections = {
+        "Results": results_section(rows, arranged),
+        **{part.title: part_section(part, number) for number, part in enumerate(parts)},
+        "Settings and versions": settings_section(runs),
+        "Runs": runs_section(runs),
+    }
+    title = "Comparison of runs" if len(runs) > 1 else f"Run {runs[0].name}"
+    contents = [(html_elements.slug(name), name) for name in sections]
+    return html_elements.document(title, lead(runs, rows), "\n".join(sections.values()), contents)
+
+
+def lead(runs: Sequence[Run], rows: Sequence[Row]) -> str:
+    """What was compared, and the best method if there is one comparison."""
+    several = "s" if len(runs) > 1 else ""
+    listed = {
+        f"{len(runs)} run{several} of": [run.config.label for run in runs],
+        "on": [PurePath(run.config.data.source).name for run in runs],
+        "with": [PurePath(run.config.backbone.name).name for run in runs],
+        f"seed{'s' if len({run.config.seed for run in runs}) > 1 else ''}": [str(run.config.seed) for run in runs],
+    }
+    text = " ".join(f"{word} {', '.join(dict.fromkeys(names))}" for word, names in listed.items())
+    return "\n".join(
+        [html_elements.paragraph(f"{text}."), *([html_elements.paragraph(best(rows))] if best(rows) else [])]
+    )
+
+
+def best(rows: Sequence[Row]) -> str:
+    """`Best Average: fedvpt, 61.20 ± 0.40.` Empty if the rows are not one comparison."""
+    told = []
+    for key in PAIR:
+        chosen = [rows[number] for number in sorted(comparison_table.winners(rows, key))]
+        value = chosen[0].values[key] if len(chosen) == 1 and fair(rows) else None
+        if value is not None:
+            told.append(f"Best {TITLES[key]}: {chosen[0].title}, {comparison_table.percent(value)}.")
+    return " ".join(told)
+
+
+def fair(rows: Sequence[Row]) -> bool:
+    """Whether the rows are one comparison: the same task and budget, no attacks and no privacy."""
+    named = [(row.label, row.settings) for row in rows]
+    alike = not disagreements(named, (*TASK, *BUDGET))
+    return alike and not any(row.attacked or row.epsilon is not None for row in rows)
+
+
+def results_section(rows: Sequence[Row], arranged: Arrangement) -> str:
+    shown = comparison_table.columns(rows)
+    full = [
+        html_elements.table("All figures", comparison_table.header(shown), comparison_table.cells(rows, shown)),
+        *(html_elements.paragraph(text) for text in comparison_table.explanations(rows)),
+    ]
+    notes = html_elements.notes(comparison_table.notes(rows))
+    if not arranged.is_grid:
+        return html_elements.section("Results", notes, *full)
+    return html_elements.section(
+        "Results",
+        html_elements.notes(method_grid.warnings(arranged)),
+        grid_table(arranged),
+        *(html_elements.paragraph(text) for text in method_grid.remarks(arranged)),
+        html_elements.folded("All figures, one row for every method and setting", "\n".join([notes, *full])),
+    )
+
+
+def grid_table(grid: Arrangement) -> str:
+    """Methods by settings, as in papers."""
+    groups = [(column.label, len(PAIR)) for column in grid.columns]
+    head = ["Method", *(TITLES[key] for _ in grid.columns for key in PAIR)]
+    return html_elements.table("Methods by settings", head, method_grid.grid_cells(grid), groups, "grid")
+
+
+def part_section(part: Part, number: int) -> str:
+    """Some pictures shown, further ones folded, and their numbers."""
+    opened = [drawn(picture, f"p{number}-{place}") for place, picture in enumerate(part.pictures)]
+    more = [drawn(picture, f"p{number}-{place}") for place, picture in enumerate(part.more, start=len(opened))]
+    numbers = [html_elements.table(table.name, table.head, table.rows, kind=table.kind) for table in part.tables]
+    titles = [
+        html_elements.section(table.name, markup, level=3) for table, markup in zip(part.tables, numbers, strict=True)
+    ]
+    return html_elements.section(
+        part.title,
+        *map(html_elements.paragraph, part.texts),
+        html_elements.pictures(opened) if opened else "",
+        html_elements.folded(f"{len(more)} more pictures", html_elements.pictures(more), "screen") if more else "",
+        html_elements.folded("Numbers", "\n".join(titles if len(numbers) > 1 else numbers)) if numbers else "",
+        half=len(opened) < 2 and not any(table.kind for table in part.tables),
+    )
+
+
+def drawn(picture: Picture, prefix: str) -> str:
+    from fedprompt.report.plot_style import svg
+
+    return html_elements.picture(svg(picture.figure, prefix), picture.caption)

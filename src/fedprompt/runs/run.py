@@ -1,0 +1,167 @@
+"""A run that was written: what it was told to do and what came out. Reads `run.db` only, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedprompt import config as configuration
+from fedprompt.config import Config
+from fedprompt.data.partition import client_names
+from fedprompt.errors import ConfigError, DataError, RunError
+from fedprompt.metrics.accuracy import conclude, is_result, is_summary
+from fedprompt.runs.store import PRIVACY, REFUSED, STREAMS, RoundRecord, RunReader
+
+if TYPE_CHECKING:
+    from fedprompt.data.partition.manifest import Manifest
+
+
+class Run:
+    """Read access to one run directory."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.reader = RunReader(directory)
+        self.directory = self.reader.directory
+
+    @cached_property
+    def config(self) -> Config:
+        try:
+            return configuration.parse(self._fact("config"), check_names=False)
+        except ConfigError as error:
+            raise RunError(f"run: {str(self.directory)!r} has a config that is not understood: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @cached_property
+    def clients(self) -> Sequence[str]:
+        """Names of all clients; a client's number is its place here."""
+        try:
+            return client_names.from_fact(self._fact("clients"))
+        except ValueError as error:
+            raise self._damaged("fact 'clients'") from error
+
+    def manifest(self) -> Manifest:
+        """Who held which images, to look at or to give to another run."""
+        from fedprompt.data.partition.manifest import Manifest  # numpy only where it is wanted
+
+        try:
+            return Manifest.from_facts(self.reader.fact)
+        except DataError as error:
+            raise self._damaged("manifest") from error
+
+    def rounds(self) -> list[RoundRecord]:
+        """Finished rounds; round 0 is the state before any training."""
+        return self.reader.rounds()
+
+    @property
+    def finished(self) -> bool:
+        records = self.rounds()
+        return bool(records) and records[-1].round >= self.config.federation.rounds
+
+    def history(self) -> list[dict[str, Any]]:
+        """The metrics of every evaluated round."""
+        found = [{"round": record.round, **record.summary} for record in self.rounds() if record.summary is not None]
+        for entry in found:
+            if not is_summary(entry):
+                raise self._damaged(f"summary of round {entry['round']}")
+        return found
+
+    def evaluations(self, round: int) -> dict[int, dict[str, Any]]:
+        """What was counted for every client in one round, by client number."""
+        found, clients = self.reader.evaluations(round), len(self.clients)
+        for client, result in found.items():
+            if not 0 <= client < clients or not is_result(result):
+                raise self._damaged(f"result of client {client} in round {round}")
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """The figures tables are made of: means over the last evaluated rounds, the best round, bytes and seconds."""
+        records = self.rounds()
+        seconds: dict[str, float] = {}
+        for record in records:
+            for phase, spent in record.seconds.items():
+                if not isinstance(spent, int | float):
+                    raise self._damaged(f"seconds of round {record.round}")
+                seconds[phase] = seconds.get(phase, 0.0) + spent
+        settings = self.config
+        return {
+            "run": self.name,
+            "method": settings.label,
+            "seed": settings.seed,
+            "family": settings.family(),
+            "rounds": records[-1].round if records else 0,
+            "of": settings.federation.rounds,
+            **conclude(self.history(), settings.federation.evaluate_last),
+            "bytes_down": sum(record.bytes_down for record in records),
+            "bytes_up": sum(record.bytes_up for record in records),
+            "refused": self.refused(),
+            "epsilon": self.epsilon(),
+            "seconds": seconds,
+        }
+
+    def refused(self) -> dict[str, int]:
+        """How many updates the guard kept out, by rule."""
+        rules = [str(detail.get("rule")) for detail in self.reader.details(REFUSED)]
+        return {rule: rules.count(rule) for rule in sorted(set(rules))}
+
+    def epsilon(self) -> float | None:
+        """What the last round brought the privacy spent to; None where nothing is private, infinite without noise."""
+        costs = self.reader.details(PRIVACY)
+        if not costs:
+            return None
+        spent = costs[-1].get("epsilon")
+        return float(spent) if isinstance(spent, int | float) else math.inf
+
+    def client_accuracies(self, round: int | None = None) -> dict[str, float]:
+        """Test accuracy by client name, of one evaluated round (the last one when not given)."""
+        if round is None:
+            evaluated = [record.round for record in self.rounds() if record.summary is not None]
+            round = evaluated[-1] if evaluated else 0
+        names = self.clients
+        return {
+            names[client]: result["correct"] / result["samples"] for client, result in self.evaluations(round).items()
+        }
+
+    def _fact(self, key: str) -> Any:
+        value = self.reader.fact(key)
+        if value is None:
+            raise self._damaged(f"fact {key!r}")
+        return value
+
+    def _damaged(self, what: str) -> RunError:
+        return RunError(f"run: {str(self.directory)!r} is damaged: the {what} is missing or not as it was written")
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+def require_same_ground(stored: RunReader, frozen: str, manifest: Manifest, verb: str, advice: str = "") -> None:
+    """Raise unless a run rests on this backbone, known by its digest, and on this partition."""
+    from fedprompt.data.partition.manifest import stored_checksum
+
+    same = {
+        "weights of the backbone": stored.fact("backbone") == frozen,
+        "partition of the data": stored_checksum(stored.fact) == manifest.checksum,
+    }
+    for what, holds in same.items():
+        if not holds:
+            raise RunError(
+                f"run {str(stored.directory)!r} cannot be {verb}: the {what} are not the ones it was started with{advice}"
+            )
+
+
+def require_same_streams(stored: RunReader, verb: str) -> None:
+    """Raise where a run drew its random numbers in another way, so that starts, cohorts and shuffles cannot be drawn again."""
+    from fedprompt.random_streams import EDITION  # knows torch
+
+    found = stored.fact(STREAMS) or 1
+    if found != EDITION:
+        raise RunError(
+            f"run {str(stored.directory)!r} cannot be {verb}: its random streams must be of edition {EDITION}, got {found}; "
+            "train it again under another name=, or use the fedprompt that made it (tables and reports still read it)"
+        )
