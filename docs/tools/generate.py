@@ -32,7 +32,7 @@ from fedprompt.papers.results_page import NOTHING, load_all, method_numbers
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs/methods"
 SETTINGS = ROOT / "docs/settings.md"
-SCHEMA = ROOT / "src/fedprompt/schema.json"  # configs/schema.json leads to it
+SCHEMA = ROOT / "src/fedprompt/schema.json"
 PART = re.compile(r"<!-- generated: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NO_OPTIONS = "It has no settings."
 NO_NUMBERS = "No stored result has it yet. `fedprompt compare RUN...` prints those of your own runs."

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # playwright keeps an event loop running: tests of other modules may want their own
 def browser() -> Iterator[Browser]:
-    """A headless Chromium for all tests of pages; each test opens pages of its own: `browser.new_page(...)`."""
+    """A headless Chromium for the tests of a module; each test opens pages of its own: `browser.new_page(...)`."""
     with launched() as browser:
         yield browser
 
