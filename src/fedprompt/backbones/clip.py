@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ def folder_tokenizer(folder: Path) -> tuple[Words, int, int]:
     return Words(backend), int(start), int(end)
 
 
+@cache
 def byte_tokenizer() -> tuple[Words, int, int]:
     """CLIP's own tokenizer without a single merge: every letter is a token, laid out as in the real vocabulary.
 

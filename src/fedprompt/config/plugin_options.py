@@ -6,6 +6,7 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError, create_model
@@ -40,12 +41,18 @@ def arguments(section: Any, title: str, owner: str, function: Callable[..., Any]
     A keyword-only parameter with the name of a setting of the section gets its value. All others are the function's own
     settings, which a config gives under `options`.
     """
+    shared, own = _parameters(function, frozenset(type(section).model_fields) - {"options"})
+    given = {name: getattr(section, name) for name in shared}
+    return {**given, **checked(f"{title}.options", owner, own, section.options)}
+
+
+@lru_cache(maxsize=256)  # pydantic takes milliseconds for a model
+def _parameters(function: Callable[..., Any], settings: frozenset[str]) -> tuple[tuple[str, ...], type[Section]]:
+    """Keyword-only parameters that are settings of the section, and a model of all others."""
     parameters = [each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
-    settings = set(type(section).model_fields) - {"options"}
     own = [each for each in parameters if each.name not in settings]
     hints = typing.get_type_hints(function, include_extras=True) if own else {}
     definitions = {
         each.name: (hints.get(each.name, Any), ... if each.default is each.empty else each.default) for each in own
     }
-    shared = {each.name: getattr(section, each.name) for each in parameters if each.name in settings}
-    return {**shared, **checked(f"{title}.options", owner, settings_model(definitions), section.options)}
+    return tuple(each.name for each in parameters if each.name in settings), settings_model(definitions)
