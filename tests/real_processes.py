@@ -219,7 +219,8 @@ class Federation(Processes):
         """Servers of this folder that live, and whatever they started, directly or not."""
         mark = f"FEDPROMPT_SERVER={self.folder_of_server}\0".encode()
         first = {server.pid for server in self._servers if server.running}  # whose own environment is older than that
-        return [pid for pid, _ in _sessions() if pid in first or mark in _environment(pid)]
+        marked = (pid for pid, _ in _sessions() if mark in _about(pid, "environ") and not _is_command_of_flower(pid))
+        return [*first, *marked]
 
     def rounds(self, settings: Mapping[str, Any]) -> int:
         """The number of the last round that is committed; -1 before there is a run file."""
@@ -314,8 +315,14 @@ def _sessions() -> Iterable[tuple[int, int]]:
             yield int(entry.name), int(session)
 
 
-def _environment(pid: int) -> bytes:
+def _is_command_of_flower(pid: int) -> bool:
+    """Whether a process is `flwr ...`, which is started by a user of a server and has the server's folder in its environment."""
+    return any(Path(word).name == "flwr" for word in _about(pid, "cmdline").decode().split("\0")[:2])
+
+
+def _about(pid: int, what: str) -> bytes:
+    """A file of /proc on a process; nothing where it has just ended."""
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
+        return Path(f"/proc/{pid}/{what}").read_bytes()
     except OSError:
         return b""

@@ -67,7 +67,8 @@ def ask(folder: ServerFolder, *arguments: str, patience: float = PATIENCE) -> di
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise RunError(f"`flwr {arguments[0]}` failed: {(done.stderr or done.stdout).strip()[-1000:]}")
+        output = (done.stderr or done.stdout).strip()[-1000:]
+        raise RunError(f"`flwr {arguments[0]}` failed with exit code {done.returncode}: {output}")
     if not answer.get("success"):
         raise failure(folder, str(answer.get("error-message", answer)))
     return answer

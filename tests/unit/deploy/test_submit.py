@@ -98,8 +98,8 @@ def test_a_program_that_hangs_is_given_up(
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("echo no json; echo what went wrong >&2; exit 1", "`flwr list` failed: what went wrong"),
-        ("echo '[1]'", r"`flwr list` failed: \[1\]"),
+        ("echo no json; echo what went wrong >&2; exit 1", "`flwr list` failed with exit code 1: what went wrong"),
+        ("echo '[1]'", r"`flwr list` failed with exit code 0: \[1\]"),
         (
             """printf '%s' '{"success": false, "error-message": "Using it\\n\\n[code: 16] Run ID not found."}'""",
             "Flower: .code: 16. Run ID not found",
