@@ -10,6 +10,7 @@ Everything printed comes from the files. Does not import torch.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -211,13 +212,27 @@ def page(results: Sequence[Result]) -> str:
     parts = [HEAD + "\n" + READING]
     reproductions = [each for each in results if each.kind == "reproduction"]
     if reproductions:
-        parts.append("## Tables of papers, in small\nOurs stands left of the stroke, the paper's right of it.")
+        parts.append("## Tables of papers, in small\nOurs is left of the bar, the paper's right of it.")
     for result in reproductions:
         parts.append("\n\n".join([f"### {result.title}", *_body(result)]))
     for result in results:
         if result.kind != "reproduction":
             parts.append("\n\n".join([f"## {result.title}", *_body(result)]))
-    return "\n\n".join(parts) + "\n"
+    return wrapped("\n\n".join(parts)) + "\n"
+
+
+def wrapped(markdown: str, width: int = 120) -> str:
+    """The same page with its prose in lines of at most `width` characters; tables, code, pictures and comments stay."""
+    lines, code = [], False
+    for line in markdown.split("\n"):
+        code ^= line.startswith("```")
+        if code or len(line) <= width or line.startswith(("|", "#", "!", "<", "```")):
+            lines.append(line)
+            continue
+        indent = re.match(r"(?:- )?\s*", line)
+        hanging = " " * len(indent[0]) if indent else ""
+        lines += textwrap.wrap(line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def _body(result: Result) -> list[str]:

@@ -20,6 +20,7 @@ from fedprompt.papers.results_page import (
     reproduction_notes,
     rich_table,
     tables,
+    wrapped,
 )
 
 pytestmark = pytest.mark.unit
@@ -141,10 +142,20 @@ def test_an_anchor_is_what_the_page_makes_of_the_heading() -> None:
 
 
 def test_the_page_says_what_was_not_recorded() -> None:
-    text = page([result()])
+    text = " ".join(page([result()]).split())
     assert "not recorded: date, versions, hardware, data, backbone" in text
-    told = page([result(date="2026-01-02", hardware={"cpu": "Z80", "cores": 2, "memory_bytes": 65536, "threads": "1"})])
-    assert "date: 2026-01-02 · hardware: Z80, 2 cores, 65.5 kB, 1 threads" in told
+    hardware = {"cpu": "Z80", "cores": 2, "memory_bytes": 65536, "threads": "1"}
+    text = " ".join(page([result(date="2026-01-02", hardware=hardware)]).split())
+    assert "date: 2026-01-02 · hardware: Z80, 2 cores, 65.5 kB, 1 threads" in text
+
+
+def test_prose_of_the_page_wraps_and_its_tables_code_and_links_do_not() -> None:
+    text = "| " + "cell " * 40 + "|\n```\n" + "command " * 40 + "\n```\n- " + "word " * 60 + "[link](" + "x" * 130 + ")"
+    lines = wrapped(text).split("\n")
+    assert [len(line) > 120 for line in lines[:4]] == [True, False, True, False]
+    assert all(len(line) <= 120 for line in lines[4:-1])
+    assert all(line.startswith("  word") for line in lines[5:-1])
+    assert " ".join(wrapped(text).split()) == " ".join(text.split())
 
 
 @pytest.mark.parametrize(
