@@ -71,9 +71,9 @@ def test_a_key_that_nobody_admitted_is_refused(federation: Federation) -> None:
         (stranger / file).unlink()
     write_site_key(stranger, "stranger")
     node = federation.node("stranger", _data(federation, HONEST[0]))
-    node.wait_for("not let in yet: its key must be admitted there")
+    node.wait_for("not admitted yet: its key must be admitted there")
     assert node.end() == RunError.exit_code, node.tail
-    assert "the server does not let this node in: its key must be admitted there" in node.words
+    assert "the server does not admit this node: its key must be admitted there" in node.words
     assert "Traceback" not in node.words
     assert [node["name"] for node in federation.status()["nodes"]] == list(SITES)
 
