@@ -173,7 +173,7 @@ def test_an_unforeseen_error_shows_where_it_happened(fault: Path, failing: dict[
 @pytest.mark.slow
 def test_a_task_that_kills_two_workers_ends_the_run(fault: Path, settings: Any) -> None:
     fault.write_text("print('so much memory', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
-    told = r"(?s)engine.workers=2.*ended by SIGKILL after it said:\nso much memory"
+    told = r"(?s)engine.workers=2.*ended by SIGKILL after it wrote:\nso much memory"
     with planting(fault), pytest.raises(FedpromptError, match=told):
         run(settings(engine=SHARED))
 

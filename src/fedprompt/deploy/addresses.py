@@ -18,14 +18,14 @@ _PARTS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]]+)):(?P<po
 
 @dataclass(frozen=True)
 class Address:
-    """A host, as a name or an IP address in its usual spelling, and a port."""
+    """A host, as a name or a normalised IP address, and a port."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, field: str, text: str) -> Address:
-        """The address a person wrote; `field` says where, for the error."""
+        """Parse an address; `field` names its origin in an error."""
         match = _PARTS.fullmatch(text)
         if match is None or not 0 < int(match["port"]) < 2**16:
             raise ConfigError(broken(field, RULE, text))
@@ -47,12 +47,12 @@ class Address:
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it stands for every address of this machine."""
+        """Whether it means every address of this machine."""
         return self.ip is not None and self.ip.is_unspecified
 
     @property
     def listening(self) -> Address:
-        """Where a server that is reached by this address listens unless it is told otherwise."""
+        """The default address to listen on, for a server that is reached by this address."""
         if self.is_loopback:
             return self if self.ip else Address("127.0.0.1", self.port)
         return Address("::" if isinstance(self.ip, IPv6Address) else "0.0.0.0", self.port)

@@ -1,7 +1,7 @@
-"""Keys and certificates of a federation: an authority of its own, the server's certificate, and a key for each site.
+"""Keys and certificates of a federation: a private authority, the server's certificate, and a key for each site.
 
-All keys are on the curve P-384. The authority signs the server's certificate and nothing else; sites trust it alone, and
-prove who they are by their own key, whose public half the server keeps.
+All keys are on the curve P-384. The authority signs only the server's certificate, and sites trust only this authority.
+A site authenticates with its own key, whose public half the server stores.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ except ModuleNotFoundError as error:
     ) from error
 
 AUTHORITY_DAYS = 3650
-SERVER_DAYS = 825  # the longest that common TLS clients accept
+SERVER_DAYS = 825  # the maximum that common TLS clients accept
 EARLIER = timedelta(hours=1)  # before now, for sites whose clocks are slow
 LONGEST_KEY = 4096  # bytes of a public key file
 KEY_RULE = "be an OpenSSH public key of the kind ecdsa-sha2-nistp384 (ssh-keygen -t ecdsa -b 384)"
 
 
 def write_new(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """A file that was not there before, with its final permissions from the first moment on."""
+    """Write a new file, with its final permissions from the start."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
         stream.write(content)
 
@@ -47,12 +47,12 @@ def write_authority_and_server(folder: Path, host: str) -> None:
 
 
 def renew_server(folder: Path, host: str) -> datetime:
-    """A new `server.pem` with a new `server.key`, from the authority that sites trust already; until when it is good."""
+    """A new `server.pem` with a new `server.key`, from the authority that sites already trust; returns its expiry date."""
     try:
         authority_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} must hold the authority's ca.key and ca.crt: {error}") from error
+        raise ConfigError(f"{folder} must contain the authority's ca.key and ca.crt: {error}") from error
     assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
     key = _new_key()
     server = _server(key, host, authority, authority_key)
@@ -79,18 +79,18 @@ def write_site_key(folder: Path, name: str) -> bytes:
 
 
 def checked_public_key(content: bytes, name: str) -> bytes:
-    """The public key of a site as one line of ours, whatever comment it came with; refuses other kinds of keys."""
+    """The public key of a site as one line in our format, without its comment; refuses other kinds of keys."""
     return _line(_public_key(content, name), name)
 
 
 def public_pem(content: bytes, name: str) -> bytes:
-    """The same key as Flower keeps it."""
+    """The same key in Flower's format."""
     key = _public_key(content, name)
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def names_host(certificate: Path, host: str) -> bool:
-    """Whether a client that calls the server by this name or IP address will accept the certificate."""
+    """Whether the certificate is valid for this host name or IP address."""
     extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
     names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return _general_name(host) in names

@@ -1,4 +1,4 @@
-"""`fedprompt node --check`: is all well at this site, and would it take part in a run? Said in plain words, before it matters."""
+"""`fedprompt node --check`: whether a site is set up correctly, and whether it would take part in a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = {"engine", "output"}  # sections that a server does not send
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     fine: bool
@@ -43,7 +43,7 @@ def look(
     weights: str | None = None,
     least_noise: float = 0.0,
 ) -> Iterator[Finding]:
-    """Name and key, the way to the server, the clock, the images, the policy, and what it says to some configs."""
+    """Check name, key, connection, clock, images, policy, and whether the policy allows some configs."""
     yield Finding("name", True, f"{folder.name}, at {folder.address}")
     if folder.secure:
         yield _key(folder)
@@ -54,7 +54,7 @@ def look(
         yield Finding("policy", False, str(error))
         return
     where = str(folder.path / FILE)
-    yield Finding("policy", True, where if policy else f"there is no {where}: the default one counts")
+    yield Finding("policy", True, where if policy else f"there is no {where}: the default policy applies")
     from fedprompt.engines.remote.node import Site
 
     site = Site(folder.name, data, state, format, device, weights, False, least_noise, policy)
@@ -91,12 +91,12 @@ def _key(folder: SiteFolder) -> Finding:
             return Finding("key", False, f"{folder.key} must be a private key without a password: {error}")
     public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     if public.strip() != public_pem(folder.public_key.read_bytes(), folder.name).strip():
-        return Finding("key", False, f"{folder.key} and {folder.public_key} must belong together")
-    return Finding("key", True, f"{folder.key}, readable by its owner alone")
+        return Finding("key", False, f"{folder.key} and {folder.public_key} must be a key pair")
+    return Finding("key", True, f"{folder.key}, readable by its owner only")
 
 
 def _server(folder: SiteFolder) -> Iterator[Finding]:
-    """Whether the server answers with a certificate of the authority that this site trusts, and what time it has."""
+    """Whether the server answers with a certificate of the trusted authority, and the time of its clock."""
     what, address = ("TLS" if folder.secure else "server"), folder.address
     connection: http.client.HTTPConnection
     if folder.secure:
@@ -109,8 +109,8 @@ def _server(folder: SiteFolder) -> Iterator[Finding]:
         answer = connection.getresponse()
         date = answer.getheader("date")
     except ssl.SSLCertVerificationError as error:
-        text = f"the certificate of {address} must come from the authority of {folder.ca_certificate}, be made for that name "
-        yield Finding(what, False, text + f"and be good today by the clock of this machine: {error.verify_message}")
+        text = f"the certificate of {address} must come from the authority of {folder.ca_certificate}, be issued for that name "
+        yield Finding(what, False, text + f"and be valid today by the clock of this machine: {error.verify_message}")
         return
     except (OSError, http.client.HTTPException) as error:
         yield Finding(what, False, f"{address} must answer: {error or type(error).__name__}")
@@ -126,8 +126,8 @@ def _clock(date: str) -> Finding:
     try:
         apart = abs((datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds())
     except (TypeError, ValueError):
-        return Finding("clock", False, f"the server must tell its time, got {date!r}")
-    return Finding("clock", apart <= SKEW, f"{apart:.0f} s from that of the server, at most {SKEW:g} are fine")
+        return Finding("clock", False, f"the server must send its time, got {date!r}")
+    return Finding("clock", apart <= SKEW, f"{apart:.0f} s off the server's clock, at most {SKEW:g} s allowed")
 
 
 def _budget(site: Site) -> Finding:

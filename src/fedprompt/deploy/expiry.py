@@ -1,4 +1,4 @@
-"""When the certificates of a federation end: said sixty days before, and by name once it has happened."""
+"""Expiry of the certificates of a federation: a warning sixty days before, and a clear error afterwards."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from fedprompt.errors import ConfigError, FedpromptError, RunError
 
 NOTICE = timedelta(days=60)
 DAY = 24 * 3600.0  # seconds
-PATIENCE = 5.0  # seconds for a server to show its certificate
+PATIENCE = 5.0  # seconds for a server to send its certificate
 SERVER, AUTHORITY = "the server's certificate", "the authority's certificate"
-ASK_FOR_SERVER = "ask the operator of the server to run `fedprompt federate renew` there, and to restart it; this site needs nothing new"
-ASK_FOR_AUTHORITY = "ask the operator of the server for a folder of a new federation; the state of this site stays good"
+ASK_FOR_SERVER = "ask the operator of the server to run `fedprompt federate renew` there, and to restart it; this site needs no change"
+ASK_FOR_AUTHORITY = (
+    "ask the operator of the server for a folder of a new federation; the state of this site stays valid"
+)
 
 
 @dataclass(frozen=True)
 class Term:
-    """Until when a certificate is good, and what to do then."""
+    """The expiry date of a certificate, and what to do then."""
 
     certificate: str
-    """What it is, and where."""
+    """Its name and location."""
     until: datetime
     advice: str
 
@@ -41,15 +43,15 @@ class Term:
         return self.until <= now()
 
     def __str__(self) -> str:
-        """What there is to say about it once it is time to."""
+        """The text of a warning or an error."""
         if self.expired:
-            said = f"expired on {self.until:%Y-%m-%d}, and this machine's clock says {now():%Y-%m-%d}"
+            status = f"expired on {self.until:%Y-%m-%d}, and this machine's clock says {now():%Y-%m-%d}"
         else:
-            said = f"expires on {self.until:%Y-%m-%d}, in {self.days} days"
-        return f"{self.certificate} {said}: {self.advice}"
+            status = f"expires on {self.until:%Y-%m-%d}, in {self.days} days"
+        return f"{self.certificate} {status}: {self.advice}"
 
     def warning(self) -> str | None:
-        """The line of a log, where it is time for one."""
+        """A line for the log if the certificate expires soon."""
         return f"WARNING: {self}" if self.until - now() < NOTICE else None
 
 
@@ -58,34 +60,34 @@ def now() -> datetime:
 
 
 def of_server(folder: ServerFolder) -> list[Term]:
-    """Those in the server's folder; an insecure one has none."""
+    """The certificates in the server's folder; an insecure one has none."""
     if not folder.secure:
         return []
-    renew = f"run `fedprompt federate renew --server {folder.path}`, then restart the server; sites need nothing new"
+    renew = f"run `fedprompt federate renew --server {folder.path}`, then restart the server; sites need no change"
     return [Term(f"{SERVER} ({folder.certificate})", _until(folder.certificate), renew), of_authority(folder)]
 
 
 def of_authority(folder: ServerFolder) -> Term:
-    anew = "make a new federation with `fedprompt federate init` and hand out its folders; `runs/` and states can move over"
-    return Term(f"{AUTHORITY} ({folder.ca_certificate})", _until(folder.ca_certificate), anew)
+    advice = "make a new federation with `fedprompt federate init` and distribute its folders; `runs/` and states can be kept"
+    return Term(f"{AUTHORITY} ({folder.ca_certificate})", _until(folder.ca_certificate), advice)
 
 
 def of_site(ca_certificate: Path, address: Address) -> list[Term]:
-    """The one that a site has, and the one that its server shows, where it is there."""
+    """The certificate of a site's authority, and that of its server if it answers."""
     own = Term(f"{AUTHORITY} ({ca_certificate})", _until(ca_certificate), ASK_FOR_AUTHORITY)
     shown = shown_until(address)
     return [own] if shown is None else [own, Term(f"{SERVER} ({address})", shown, ASK_FOR_SERVER)]
 
 
 def check(terms: Iterable[Term], kind: type[FedpromptError] = ConfigError) -> None:
-    """Raise where one has expired."""
+    """Raise if a certificate has expired."""
     for term in terms:
         if term.expired:
             raise kind(str(term))
 
 
 def why_silent(folder: ServerFolder) -> FedpromptError | None:
-    """Why the server of a folder cannot be spoken to, where a certificate is the reason."""
+    """Why the server of a folder does not answer, if a certificate is the reason."""
     if not folder.secure:
         return None
     try:
@@ -95,31 +97,31 @@ def why_silent(folder: ServerFolder) -> FedpromptError | None:
     shown = shown_until(folder.called_as)
     if shown is None or shown > now():
         return None
-    told = f"shows a certificate that expired on {shown:%Y-%m-%d}, and was renewed since"
-    return RunError(f"the server at {folder.called_as} {told}: restart the server")
+    reason = f"uses a certificate that expired on {shown:%Y-%m-%d} and was renewed since"
+    return RunError(f"the server at {folder.called_as} {reason}: restart the server")
 
 
-def watch(terms: Callable[[], Iterable[Term]], say: Callable[[str], None]) -> threading.Event:
-    """Say what there is to say about certificates, now and once a day until the event that this returns."""
-    enough = threading.Event()
+def watch(terms: Callable[[], Iterable[Term]], log: Callable[[str], None]) -> threading.Event:
+    """Log warnings about certificates, now and once a day until the returned event is set."""
+    stop = threading.Event()
 
-    def tell() -> None:
+    def warn() -> None:
         for line in filter(None, (term.warning() for term in terms())):
-            say(line)
+            log(line)
 
-    def tell_daily() -> None:
-        while not enough.wait(DAY):
-            tell()
+    def warn_daily() -> None:
+        while not stop.wait(DAY):
+            warn()
 
-    tell()
-    threading.Thread(target=tell_daily, daemon=True).start()
-    return enough
+    warn()
+    threading.Thread(target=warn_daily, daemon=True).start()
+    return stop
 
 
 def shown_until(address: Address) -> datetime | None:
-    """Until when the certificate is good that a server shows; None where there is none.
+    """The expiry date of a server's certificate; None if there is none.
 
-    It is not verified: a date that is a lie makes for a wrong word in a log and for nothing else.
+    It is not verified: a wrong date can only cause a wrong warning or error message.
     """
     from cryptography import x509
 
@@ -142,4 +144,4 @@ def _until(file: Path) -> datetime:
     try:
         return x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} must be a certificate that can be read: {error}") from error
+        raise ConfigError(f"{file} must be a readable certificate: {error}") from error

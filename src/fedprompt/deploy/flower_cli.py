@@ -1,4 +1,4 @@
-"""Calling Flower's own programs: their environment, their answers, and their failures in words of ours."""
+"""Calls of Flower's own programs: their environment, their answers, and their failures as our errors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fedprompt.deploy.folders import ServerFolder
 from fedprompt.errors import ConfigError, FedpromptError, RunError
 from fedprompt.io.bounded_read import strict_json
 
-FOLDER = "FEDPROMPT_SERVER"  # the environment variable with the server's folder, for what Flower starts for a run
-PATIENCE = 300.0  # seconds for one call of `flwr`, which takes two, or a hundred where the machine is busy
-UNREACHABLE = "Connection to the SuperLink is unavailable"  # as `flwr` says it
+FOLDER = "FEDPROMPT_SERVER"  # the environment variable with the server's folder, for the processes that Flower starts for a run
+PATIENCE = 300.0  # seconds for one call of `flwr`, which takes two, or a hundred on a busy machine
+UNREACHABLE = "Connection to the SuperLink is unavailable"  # the message of `flwr`
 
 
 def check_installed() -> None:
-    """Raise unless Flower is there."""
+    """Raise unless Flower is installed."""
     if find_spec("flwr") is None:
         raise ConfigError("a federation across machines needs Flower: pip install 'fedprompt[flower]'")
 
 
 def environment(folder: ServerFolder) -> dict[str, str]:
-    """That of this process, for Flower's programs on the server's machine.
+    """The environment of this process, adapted for Flower's programs on the server's machine.
 
-    They report to no service, call the server without a proxy, and find each other, as they start one another by name.
+    They send no telemetry, call the server without a proxy, and find each other on the path.
     """
     from fedprompt.engines.flower import SILENT
 
@@ -47,12 +47,12 @@ def environment(folder: ServerFolder) -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """The path of a program of Flower, beside this interpreter."""
+    """The path of a Flower program, next to this interpreter."""
     return str(Path(sys.executable).parent / name)
 
 
 def ask(folder: ServerFolder, *arguments: str, patience: float = PATIENCE) -> dict[str, Any]:
-    """What `flwr ARGUMENTS --format json` answers; an answer that is a failure is a RunError."""
+    """The answer of `flwr ARGUMENTS --format json`; RunError if it reports a failure."""
     check_installed()
     check(of_server(folder))
     command = [program("flwr"), *arguments, "--format", "json"]
@@ -75,11 +75,11 @@ def ask(folder: ServerFolder, *arguments: str, patience: float = PATIENCE) -> di
 
 
 def failure(folder: ServerFolder, message: str) -> FedpromptError:
-    """The error for something that `flwr` said."""
+    """The error for a message of `flwr`."""
     if UNREACHABLE in message:
         return no_server(folder)
-    said = message.strip().rpartition("\n\n")[2]  # progress comes before
-    return RunError(f"Flower: {said[-1000:]}")
+    reason = message.strip().rpartition("\n\n")[2]  # progress lines come first
+    return RunError(f"Flower: {reason[-1000:]}")
 
 
 def no_server(folder: ServerFolder) -> FedpromptError:

@@ -1,7 +1,7 @@
-"""What stays with the server of a federation and what goes to each site, as two kinds of folders.
+"""The folder of the server and the folder of each site.
 
-`federate init` makes them; they are never written over. The folder of a site holds its private key and goes to that site
-alone; the server keeps the public half in `keys/`, which is the list of those that are let in.
+`federate init` creates them; they are never overwritten. The folder of a site contains its private key and goes only to
+that site. The server stores the public half in `keys/`, which is the list of admitted sites.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fedprompt.io.bounded_read import read_bytes, read_json
 
 SERVER_FORMAT = "fedprompt-federation-1"
 SITE_FORMAT = "fedprompt-site-1"
-CONNECTION = "fedprompt"  # what Flower's `flwr` calls the server
+CONNECTION = "fedprompt"  # the name of the server in the config of `flwr`
 
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 
 
 @dataclass(frozen=True)
 class ServerFolder:
-    """`DIR/server`: the authority, the server's certificate, and who is let in."""
+    """`DIR/server`: the authority, the server's certificate, and the admitted sites."""
 
     path: Path
     """Absolute."""
     address: Address
-    """By which the sites reach the server."""
+    """Where the sites reach the server."""
     secure: bool = True
-    """TLS and keys of sites; without, only on loopback."""
+    """With TLS and keys of sites; otherwise only on loopback."""
 
     @classmethod
     def create(cls, path: Path, address: Address, secure: bool = True) -> ServerFolder:
@@ -57,7 +57,7 @@ class ServerFolder:
 
     @classmethod
     def load(cls, path: Path) -> ServerFolder:
-        """The folder a person points at, checked."""
+        """Load and check a folder."""
         path = path.absolute()
         values = _read_facts(path / "federation.json", SERVER_FORMAT, {"address": str, "secure": bool})
         folder = cls(path, Address.parse(f"{path / 'federation.json'}: address", values["address"]), values["secure"])
@@ -85,7 +85,7 @@ class ServerFolder:
 
     @property
     def flower_home(self) -> Path:
-        """What Flower's programs take for their home (FLWR_HOME)."""
+        """The home of Flower's programs (FLWR_HOME)."""
         return self.path / "flwr"
 
     @property
@@ -97,11 +97,11 @@ class ServerFolder:
         return self.path / "runs"
 
     def public_keys(self) -> dict[str, Path]:
-        """Key files of the sites that are let in, by name."""
+        """Key files of the admitted sites, by name."""
         return {check_site_name("name of a key file", path.stem): path for path in sorted(self.keys.glob("*.pub"))}
 
     def add_key(self, name: str, content: bytes) -> Path:
-        """Let a site in; its file. One name has one key, and one key one name."""
+        """Admit a site; returns its file. One name has one key, and one key one name."""
         from fedprompt.deploy.certificates import checked_public_key, write_new
 
         self.check_keyed()
@@ -110,29 +110,29 @@ class ServerFolder:
             if other.casefold() == name.casefold():
                 raise RunError(broken("name", "be that of a site that is not in the federation yet", name))
             if path.read_bytes().split()[:2] == line.split()[:2]:
-                raise RunError(broken(f"public key of {name}", "be of its own", f"that of {other}"))
+                raise RunError(broken(f"public key of {name}", "differ from all other keys", f"that of {other}"))
         path = self.keys / f"{name}.pub"
         write_new(path, line)
         return path
 
     def remove_key(self, name: str) -> tuple[Path, bytes]:
-        """Let a site in no longer; the file that is gone, and what it held."""
+        """Remove a site; returns the deleted file and its content."""
         self.check_keyed()
         known = self.public_keys()
         if name not in known:
-            raise ConfigError(broken("name", f"be one of {', '.join(known) or '(no site is let in)'}", name))
+            raise ConfigError(broken("name", f"be one of {', '.join(known) or '(no site is admitted)'}", name))
         line = known[name].read_bytes()
         known[name].unlink()
         return known[name], line
 
     def check_keyed(self) -> None:
-        """Raise unless sites are known by their keys."""
+        """Raise unless sites authenticate with keys."""
         if not self.secure:
             raise ConfigError(f"{self.path} must be secure for sites to be admitted or expelled, got an insecure one")
 
     @property
     def called_as(self) -> Address:
-        """How this machine calls the server, which is where it listens."""
+        """The address by which this machine calls the server: where it listens."""
         file = self.flower_home / "config.toml"
         try:
             found = tomllib.loads(file.read_text(encoding="utf-8"))["superlink"][CONNECTION]["address"]
@@ -141,7 +141,7 @@ class ServerFolder:
         return Address.parse(f"{file}: address", str(found))
 
     def point_flower_to(self, address: Address) -> None:
-        """Tell Flower's `flwr` where the server is, as seen from this machine."""
+        """Write the address of the server, as seen from this machine, to the config of `flwr`."""
         lines = ["[superlink]", f"default = {toml_text(CONNECTION)}", "", f"[superlink.{CONNECTION}]"]
         lines.append(f"address = {toml_text(str(address))}")
         trust = f"root-certificates = {toml_text(str(self.ca_certificate))}" if self.secure else "insecure = true"
@@ -153,7 +153,7 @@ class ServerFolder:
 
 @dataclass(frozen=True)
 class SiteFolder:
-    """`DIR/sites/NAME`: what a site needs to find the server, to trust it, and to be known by it."""
+    """`DIR/sites/NAME`: what a site needs to reach the server, to trust it, and to authenticate."""
 
     path: Path
     """Absolute."""
@@ -163,9 +163,9 @@ class SiteFolder:
 
     @classmethod
     def create(cls, path: Path, name: str, server: ServerFolder, public_key: bytes | None = None) -> SiteFolder:
-        """A new folder for a site of that server, with a new key that the server does not know yet.
+        """A new folder for a site of that server, with a new key that is not admitted yet.
 
-        A site that has made its own, of which this is the public half, has to put the private one there itself.
+        With `public_key`, the site has its own key pair and must add the private half to the folder itself.
         """
         folder = cls(path.absolute(), check_site_name("name", name), server.address, server.secure)
         _make(folder.path)
@@ -186,7 +186,7 @@ class SiteFolder:
 
     @classmethod
     def load(cls, path: Path) -> SiteFolder:
-        """The folder a person points at, checked."""
+        """Load and check a folder."""
         path, file = path.absolute(), path.absolute() / "site.json"
         values = _read_facts(file, SITE_FORMAT, {"name": str, "address": str, "secure": bool})
         name = check_site_name(f"{file}: name", values["name"])
@@ -219,7 +219,7 @@ def init(directory: Path, address: Address, sites: Sequence[str], secure: bool =
     names: set[str] = set()
     for name in sites:
         if check_site_name("site", name).casefold() in names:
-            raise ConfigError(broken("site", "have different names (in upper and lower case alike)", name))
+            raise ConfigError(broken("site", "have names that differ by more than case", name))
         names.add(name.casefold())
     directory = directory.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -241,7 +241,7 @@ def init(directory: Path, address: Address, sites: Sequence[str], secure: bool =
 
 
 def check_site_name(field: str, name: str) -> str:
-    """The name, if it can be one of a client and of a file."""
+    """The name, if it is valid for a client and for a file."""
     if not _NAME.fullmatch(name):
         rule = f"have 1 to {LONGEST_NAME} letters, digits, '.', '_' or '-', and begin with a letter, a digit or '_'"
         raise ConfigError(broken(field, rule, name))
@@ -249,7 +249,7 @@ def check_site_name(field: str, name: str) -> str:
 
 
 def toml_text(text: str) -> str:
-    """A text as TOML has it."""
+    """A TOML string."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -289,7 +289,7 @@ def _read_facts(path: Path, format: str, fields: dict[str, type]) -> dict[str, A
         meant = "".join(
             f"; did you mean {str(each.parent)!r}?" for each in sorted(path.parent.glob(f"*/{path.name}"))[:1]
         )
-        raise ConfigError(broken("folder", f"hold a file {path.name}", str(path.parent)) + meant)
+        raise ConfigError(broken("folder", f"contain a file {path.name}", str(path.parent)) + meant)
     try:
         values = read_json(path)
     except (ValueError, OSError) as error:
@@ -308,19 +308,19 @@ def _read_facts(path: Path, format: str, fields: dict[str, type]) -> dict[str, A
 def _check_files(*paths: Path) -> None:
     for path in paths:
         if not path.is_file():
-            raise ConfigError(broken("folder", f"hold a file {path.name}", str(path.parent)))
+            raise ConfigError(broken("folder", f"contain a file {path.name}", str(path.parent)))
 
 
 def _check_private(path: Path) -> None:
-    """As ssh does: a key that others can read is none."""
+    """Like ssh: refuse a key that others can read."""
     _check_files(path)
     if os.name == "posix" and path.stat().st_mode & 0o077:
-        rule = "be readable by its owner alone (chmod 600)"
+        rule = "be readable by its owner only (chmod 600)"
         raise ConfigError(broken(str(path), rule, oct(path.stat().st_mode & 0o777)))
 
 
 def read_public_key(path: Path) -> bytes:
-    """The content of a file in which somebody sent a public key."""
+    """The content of a public key file from another person."""
     from fedprompt.deploy.certificates import LONGEST_KEY
 
     try:

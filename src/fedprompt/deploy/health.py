@@ -1,4 +1,4 @@
-"""Asking a server whether it is there, and whether it keeps strangers out, without any of Flower."""
+"""Checks whether a server runs and refuses unauthenticated requests. Free of Flower."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fedprompt.deploy.folders import ServerFolder
 from fedprompt.errors import RunError
 
 PATIENCE = 5.0  # seconds for an answer
-BEYOND = 2**15  # letters of a header
+BEYOND = 2**15  # characters of a header, more than allowed
 OPEN, CLOSED = "/health", "/v1/control/list-nodes"
 
 
 def answers(folder: ServerFolder) -> bool:
-    """Whether the server of this folder runs: the right certificate, and a health route that is well."""
+    """Whether the server of this folder runs: the right certificate, and a healthy status."""
     return _status(folder, "GET", OPEN, {}) == 200
 
 
 def is_running(folder: ServerFolder) -> bool:
-    """The same, for those to whom it matters that there is really none: whatever listens must answer."""
+    """The same, but raise if something listens there and does not answer like this server."""
     address = folder.called_as
     try:
         with socket.create_connection((address.host, address.port), PATIENCE):
@@ -38,12 +38,12 @@ def is_running(folder: ServerFolder) -> bool:
 
 
 def keeps_strangers_out(folder: ServerFolder) -> bool:
-    """Whether the gate stands: a request that says it came through a proxy is not one of this machine."""
+    """Whether the gate works: a request with a proxy header must not count as local."""
     return _status(folder, "POST", CLOSED, {"X-Forwarded-For": "192.0.2.1"}) == 403
 
 
 def has_limits(folder: ServerFolder) -> bool:
-    """Whether the doorkeeper stands: a head without an end is refused where it is longer than any that a node sends."""
+    """Whether the doorkeeper works: it must refuse headers without an end that are longer than those of any node."""
     connection = _connection(folder)
     try:
         connection.connect()

@@ -1,4 +1,4 @@
-"""Who is in a federation: `keys/` of the server's folder decides, and Flower is told."""
+"""The members of a federation: `keys/` of the server's folder decides, and Flower's register is updated."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def nodes(folder: ServerFolder) -> list[Node]:
-    """The nodes that the running server knows, by name. A name is that of the key which the node signs with."""
+    """The registered nodes of the running server, by name. The name belongs to the key that the node signs with."""
     with _register(folder) as register:
         return register.nodes()
 
 
 def admit(folder: ServerFolder, name: str, public_key_file: Path) -> bytes:
-    """Let one more site in: at once where the server runs, else when it starts. Its key as the server keeps it."""
+    """Admit a site: immediately if the server runs, otherwise at its start. Returns its stored key file."""
     running = is_running(folder)
     path = folder.add_key(name, read_public_key(public_key_file))
     try:
@@ -38,19 +38,19 @@ def admit(folder: ServerFolder, name: str, public_key_file: Path) -> bytes:
 
 
 def expel(folder: ServerFolder, name: str) -> None:
-    """Let a site in no longer: what it sends is refused from now on. Its key cannot come back, under no name."""
+    """Expel a site: its messages are refused from now on. Its key cannot be admitted again under any name."""
     running = is_running(folder)
     path, line = folder.remove_key(name)
     try:
         if running:
             reconcile(folder)
     except BaseException:
-        path.write_bytes(line)  # still let in, and still listed
+        path.write_bytes(line)  # the site is still admitted, so it stays in the list
         raise
 
 
 def reconcile(folder: ServerFolder) -> dict[str, str]:
-    """Make the running server let in those in `keys/` and no others; why it refused some, by name."""
+    """Make the running server admit exactly the sites in `keys/`; returns the reasons of refusals by name."""
     from fedprompt.deploy.certificates import public_pem
 
     wanted = {public_pem(path.read_bytes(), name): name for name, path in folder.public_keys().items()}

@@ -1,4 +1,4 @@
-"""`fedprompt node`: Flower's SuperNode on a site's machine, and the site's own images behind it."""
+"""`fedprompt node`: Flower's SuperNode on a site's machine, working on the site's own images."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fedprompt.io.safe_text import safe_text
 
 @dataclass(frozen=True)
 class Connection:
-    """How a node reaches its server, and who it is there."""
+    """How a node reaches its server and authenticates there."""
 
     name: str
     address: Address
     ca_certificate: Path | None = None
-    """Of the authority that the server's certificate must come from."""
+    """The certificate of the authority that must have signed the server's certificate."""
     key: Path | None = None
-    """The private key that the server knows this node by."""
+    """The private key of this node."""
 
     @classmethod
     def of(cls, folder: SiteFolder) -> Connection:
@@ -37,9 +37,9 @@ class Connection:
 
     @classmethod
     def insecure(cls, name: str, address: Address) -> Connection:
-        """Without TLS and keys, which is for trying things out on one machine."""
+        """Without TLS and keys: for tests on one machine."""
         if not address.is_loopback:
-            raise ConfigError(broken("--server", "be an address of loopback without TLS and keys", str(address)))
+            raise ConfigError(broken("--server", "be a loopback address without TLS and keys", str(address)))
         return cls(check_site_name("--name", name), address)
 
     @property
@@ -47,7 +47,7 @@ class Connection:
         return self.key is not None
 
     def arguments(self) -> list[str]:
-        """What `flower-supernode` is called with."""
+        """The arguments of `flower-supernode`."""
         trust = ["--insecure"]
         if self.ca_certificate is not None and self.key is not None:
             trust = ["--root-certificates", str(self.ca_certificate), "--auth-supernode-private-key", str(self.key)]
@@ -65,30 +65,30 @@ def start(
     least_noise: float = 0.0,
     policy: SitePolicy | None = None,
 ) -> None:
-    """Take part until a signal says stop. The images at `data` and what is under `state` stay here.
+    """Take part until a signal stops it. The images at `data` and the files under `state` stay here.
 
     `policy` is what the site allows; the default one when absent.
     """
     check_installed()
     _check_certificates(connection)
-    os.environ["FLWR_HOME"] = str(state / "flwr")  # where Flower keeps notes of its own; else in the home of this user
+    os.environ["FLWR_HOME"] = str(state / "flwr")  # for Flower's own files; the default is the home of this user
     from fedprompt.engines.flower.supernode import attend
     from fedprompt.engines.remote.node import Site
 
-    os.umask(0o077)  # caches hold images: no other account of this machine may read what this process writes
+    os.umask(0o077)  # caches contain images: no other account of this machine may read them
     with claimed(state, "--state", "node"):
         site = Site(connection.name, data, state, format, device, weights, anew, least_noise, policy)
         site.check_images()
         arguments = connection.arguments()
-        say(f"runs: flower-supernode {shlex.join(arguments)} --isolation process")
-        say(f"{connection.name}: images of {data}, states and caches in {state}")
+        log(f"runs: flower-supernode {shlex.join(arguments)} --isolation process")
+        log(f"{connection.name}: images of {data}, states and caches in {state}")
         chosen = " ".join(f"{name}={value!r}" for name, value in (policy or SitePolicy()) if value is not None)
-        say(f"policy{'' if policy else ' (the default one: there is no policy.yaml)'}: {chosen}")
-        expiry.watch(lambda: _terms(connection), say)
+        log(f"policy{'' if policy else ' (the default: there is no policy.yaml)'}: {chosen}")
+        expiry.watch(lambda: _terms(connection), log)
         try:
             attend(arguments, site.answer)
         except RunError:
-            _check_certificates(connection)  # one that expired meanwhile says more than what Flower makes of it
+            _check_certificates(connection)  # an expired certificate is a clearer reason than Flower's error
             raise
 
 
@@ -97,11 +97,11 @@ def _terms(connection: Connection) -> list[expiry.Term]:
 
 
 def _check_certificates(connection: Connection) -> None:
-    """Raise where one has expired: that of the site is a matter of its folder, that of the server is not."""
+    """Raise if a certificate has expired: ConfigError for the site's own, RunError for the server's."""
     terms = _terms(connection)
     expiry.check(terms[:1], ConfigError)
     expiry.check(terms[1:], RunError)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(safe_text(text), file=sys.stderr, flush=True)

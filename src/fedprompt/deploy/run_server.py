@@ -1,4 +1,4 @@
-"""`fedprompt server`: Flower's SuperLink, with TLS, keys of sites, and a gate before what other machines must not reach."""
+"""`fedprompt server`: Flower's SuperLink with TLS, keys of sites, and a gate that restricts other machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLL = 0.2
 
 
 def start(folder: ServerFolder, bind: Address | None = None, insecure: bool = False) -> None:
-    """Serve until a signal says stop. Prints the command of Flower that this amounts to, and `ready` once sites can come."""
+    """Serve until a signal stops it. Prints the equivalent Flower command, and `ready` once sites can connect."""
     check_installed()
     bind = bind or folder.address.listening
     check_insecure(folder, bind, insecure)
@@ -41,12 +41,12 @@ def _serve(folder: ServerFolder, bind: Address) -> None:
     folder.point_flower_to(bind.from_here)
     folder.runs.mkdir(mode=0o700, exist_ok=True)
     arguments = superlink_arguments(folder, bind)
-    _say(f"runs: FLWR_HOME={shlex.quote(str(folder.flower_home))} flower-superlink {shlex.join(arguments)}")
+    _log(f"runs: FLWR_HOME={shlex.quote(str(folder.flower_home))} flower-superlink {shlex.join(arguments)}")
     from fedprompt.engines.flower.superlink import serve
 
-    signal.signal(signal.SIGTERM, lambda *_: None)  # Flower shuts down first, and then hands the signal on
-    served = expiry.of_server(folder)  # as they are read now: a renewed one counts after a restart
-    expiry.watch(lambda: served, _say)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # Flower shuts down first and then passes the signal on
+    served = expiry.of_server(folder)  # as loaded now: a renewed certificate needs a restart
+    expiry.watch(lambda: served, _log)
     opening = _Opening(folder)
     opening.start()
     serve(arguments, own_address=not (bind.is_loopback or bind.is_wildcard))
@@ -55,7 +55,7 @@ def _serve(folder: ServerFolder, bind: Address) -> None:
 
 
 def superlink_arguments(folder: ServerFolder, bind: Address) -> list[str]:
-    """What `flower-superlink` is called with."""
+    """The arguments of `flower-superlink`."""
     trust = ["--insecure"]
     if folder.secure:
         trust = ["--ssl-ca-certfile", str(folder.ca_certificate), "--ssl-certfile", str(folder.certificate)]
@@ -65,28 +65,28 @@ def superlink_arguments(folder: ServerFolder, bind: Address) -> list[str]:
 
 
 def check_insecure(folder: ServerFolder, bind: Address, insecure: bool) -> None:
-    """Without TLS and keys only on loopback, and only for those who say so here and when the folder was made."""
+    """Without TLS and keys only on loopback, and only if requested here and at the creation of the folder."""
     if insecure and folder.secure:
-        raise ConfigError(broken("--insecure", "be left out for a federation that has certificates", str(folder.path)))
+        raise ConfigError(broken("--insecure", "be absent for a federation with certificates", str(folder.path)))
     if not folder.secure and not insecure:
         raise ConfigError(f"--insecure must be given for a federation without certificates, got none for {folder.path}")
     if insecure and not bind.is_loopback:
-        raise ConfigError(broken("bind", "be an address of loopback without TLS and keys", str(bind)))
+        raise ConfigError(broken("bind", "be a loopback address without TLS and keys", str(bind)))
 
 
 def _check_reachable_from_here(folder: ServerFolder, bind: Address) -> None:
-    """The server calls itself where it listens, and must know its own certificate again."""
+    """The server calls itself at the address it listens on, and its certificate must be valid for that."""
     if not folder.secure:
         return
     from fedprompt.deploy.certificates import names_host
 
     if not names_host(folder.certificate, bind.from_here.host):
-        rule = f"be 0.0.0.0, [::], an address of loopback or that of the certificate ({folder.address.host})"
+        rule = f"be 0.0.0.0, [::], a loopback address or that of the certificate ({folder.address.host})"
         raise ConfigError(broken("bind", rule, str(bind)))
 
 
 def _check_free(bind: Address) -> None:
-    """Flower would start half of itself before it noticed."""
+    """Check that the address is free, because Flower would notice too late."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
             bind.host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -99,7 +99,7 @@ def _check_free(bind: Address) -> None:
 
 
 class _Opening(Thread):
-    """Waits for the server, makes sure of its gate, and lets the sites in; ends the server where that fails."""
+    """Waits for the server, checks its gate, and admits the sites; stops the server if that fails."""
 
     def __init__(self, folder: ServerFolder) -> None:
         super().__init__(name="opening", daemon=True)
@@ -120,15 +120,15 @@ class _Opening(Thread):
                 raise RunError(f"the server at {self._folder.called_as} gave no answer within {START:g} s")
             time.sleep(POLL)
         if not keeps_strangers_out(self._folder):
-            raise FedpromptError("Flower's Control API answers requests of other machines; the server was ended")
+            raise FedpromptError("Flower's Control API answers requests of other machines; the server was stopped")
         if not has_limits(self._folder):
-            raise FedpromptError("connections to Flower's server have no limits; the server was ended")
+            raise FedpromptError("connections to Flower's server have no limits; the server was stopped")
         refused = reconcile(self._folder) if self._folder.secure else {}
         for name, reason in refused.items():
-            _say(f"WARNING: {name} is not let in: {reason}")
+            _log(f"WARNING: {name} is not admitted: {reason}")
         sites = [name for name in self._folder.public_keys() if name not in refused] if self._folder.secure else []
-        _say(f"ready at {self._folder.address}" + (f" for {', '.join(sites)}" if sites else ""))
+        _log(f"ready at {self._folder.address}" + (f" for {', '.join(sites)}" if sites else ""))
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(safe_text(text), file=sys.stderr, flush=True)

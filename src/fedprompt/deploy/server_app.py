@@ -1,7 +1,7 @@
-"""What the SuperLink starts for a run: fedprompt's own loop over Flower's grid.
+"""The app that the SuperLink starts for a run: fedprompt's own loop over Flower's grid.
 
-The app that travels has no code, only these two names and the config. Nodes of fedprompt do not start the second one: they do
-their tasks themselves (`supernode.py`).
+The submitted app has no code, only these two names and the config. Nodes of fedprompt do not start the client app: they
+do their tasks themselves (`supernode.py`).
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from fedprompt.errors import FedpromptError, RunError
 from fedprompt.io.bounded_read import strict_json
 from fedprompt.io.safe_text import safe_line
 
-WATCH = 0.5  # seconds between two looks at it
+WATCH = 0.5  # seconds between two checks of the server's process
 
 server_app = ServerApp()
 client_app = ClientApp()
 
 
 class RunFailed(Exception):
-    """What Flower is told of an error: its name, and what it says."""
+    """An error as Flower reports it: its name and its message."""
 
 
 class Plainly(logging.Filter):
-    """What fedprompt found wrong by itself is one line of the log: no traceback, nor what an exit code of Flower's means."""
+    """Logs an error of fedprompt as one line, without traceback and without Flower's explanation of exit codes."""
 
-    known = False
+    failed = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, RunFailed):
-            self.known = True
+            self.failed = True
             record.msg, record.args, record.exc_info = safe_line(str(error)), (), None
-        return not (self.known and record.getMessage().startswith("Exit Code"))
+        return not (self.failed and record.getMessage().startswith("Exit Code"))
 
 
 @server_app.main()
@@ -64,7 +64,7 @@ def refuse(message: Message, context: Context) -> Message:
 
 
 def _end_with(server: int) -> None:
-    """End this process as soon as the server's has ended, however that was. Flower would first try to tell the server."""
+    """End this process when the server's process has ended for any reason. Flower would first try to contact the server."""
 
     def watch() -> None:
         while is_alive(server):
@@ -81,7 +81,7 @@ def _federate(grid: Grid, config: str, resume: bool) -> None:
     from fedprompt.experiment.sites import SitesExperiment
 
     folder = ServerFolder.load(Path(os.environ[FOLDER]))
-    _end_with(claimant(folder.path))  # not with who started this: what a killed server left behind serves the next one
+    _end_with(claimant(folder.path))  # not with the parent: processes left by a killed server work for the next one
     values = strict_json(config)
     values["output"] = {**values.get("output", {}), "directory": str(folder.runs)}
     experiment = SitesExperiment(values)

@@ -1,4 +1,4 @@
-"""`fedprompt federate status`: who is connected, what Flower says of the runs, and how far each run file is."""
+"""`fedprompt federate status`: connected nodes, Flower's status of the runs, and the progress of each run file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = ("run", "rounds", "of", "average", "worst", "refused")
 
 
 def standing(folder: ServerFolder) -> dict[str, list[dict[str, Any]]]:
-    """Certificates, nodes, runs as Flower knows them, and run files, as plain values."""
+    """Certificates, nodes, Flower's list of runs, and run files, as plain values."""
     terms = expiry.of_server(folder)
     expiry.check(terms)
     found = status(folder)
@@ -35,7 +35,7 @@ def standing(folder: ServerFolder) -> dict[str, list[dict[str, Any]]]:
 
 
 def tables(found: dict[str, list[dict[str, Any]]]) -> list[Table]:
-    """The same for people."""
+    """The same as text."""
     from rich.table import Table
     from rich.text import Text
 
@@ -54,7 +54,7 @@ def tables(found: dict[str, list[dict[str, Any]]]) -> list[Table]:
 
 
 def _progress(directory: Path) -> dict[str, Any]:
-    """How far a run is; a file that cannot be read says why instead of hiding the others."""
+    """The progress of a run; for an unreadable file the reason, so that the others are still listed."""
     from fedprompt.runs.run import Run
 
     try:
@@ -69,7 +69,7 @@ def _progress(directory: Path) -> dict[str, Any]:
 
 
 def _term(term: expiry.Term) -> dict[str, Any]:
-    """Advice only where it is time for it."""
+    """With advice if it expires soon."""
     advice = "" if term.warning() is None else term.advice
     return {"certificate": term.certificate, "until": f"{term.until:%Y-%m-%d}", "days": term.days, "advice": advice}
 

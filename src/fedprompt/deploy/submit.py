@@ -1,7 +1,6 @@
 """`fedprompt federate run` and `status`: runs on a server, through Flower's `flwr`.
 
-What is handed to Flower is an app without code: it names the parts of fedprompt that are installed where it runs, and
-carries the config as text.
+Flower receives an app without code: it names parts of the installed fedprompt and contains the config as text.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 
 APP = "fedprompt.deploy.server_app"
 LARGEST_CONFIG = 2**20  # characters
-LOOK = 15.0  # seconds between looks at a run whose log is being followed
-PAUSE = 2.0  # seconds between looks at one whose log has ended
+LOOK = 15.0  # seconds between checks of a run whose log is followed
+PAUSE = 2.0  # seconds between checks of a run whose log has ended
 FINISHED = "finished"
 COMPLETED, STOPPED = "finished:completed", "finished:stopped"
-NOTHING = "N/A"  # as `flwr` says it
+NOTHING = "N/A"  # how `flwr` writes it
 
 _ERROR = re.compile(r"(?:ServerApp failed with exception: )?(?P<name>[A-Za-z]+): (?P<message>.*)", re.DOTALL)
 
@@ -46,7 +45,7 @@ class Submitted:
 
 @dataclass(frozen=True)
 class RunState:
-    """How a run stands."""
+    """The state of a run."""
 
     run_id: int
     status: str
@@ -55,7 +54,7 @@ class RunState:
     """Why it failed."""
     pending_at: str
     running_at: str
-    """Empty before it does."""
+    """Empty before it ends."""
     finished_at: str
 
     @property
@@ -63,7 +62,7 @@ class RunState:
         return self.status.startswith(FINISHED)
 
     def check(self) -> None:
-        """Raise what the run failed with, as the error it was on the server."""
+        """Raise the error of a failed run with its type on the server."""
         if not self.finished or self.status == COMPLETED:
             return
         if self.status == STOPPED:
@@ -72,19 +71,19 @@ class RunState:
         kind = named(match["name"]) if match else None
         if match and kind is not None:
             raise kind(match["message"])
-        raise RunError(f"run {self.run_id} failed on the server: {self.details or 'its log may say why'}")
+        raise RunError(f"run {self.run_id} failed on the server: {self.details or 'see its log'}")
 
 
 @dataclass(frozen=True)
 class Status:
-    """Who is there, and what was run, the latest first."""
+    """The nodes, and the runs with the latest first."""
 
     nodes: list[Node]
     runs: list[RunState]
 
 
 def submit(folder: ServerFolder, config_json: str, resume: bool = False) -> Submitted:
-    """Hand a config to the server, which begins with it at once."""
+    """Submit a config to the server, which starts it immediately."""
     if len(config_json) > LARGEST_CONFIG:
         raise ConfigError(broken("config", f"have at most {LARGEST_CONFIG} characters", len(config_json)))
     with tempfile.TemporaryDirectory() as scratch:
@@ -96,7 +95,7 @@ def submit(folder: ServerFolder, config_json: str, resume: bool = False) -> Subm
 
 
 def follow(folder: ServerFolder, run_id: int) -> RunState:
-    """Print the log of a run as it grows, until the run ends; how it ended."""
+    """Print the log of a run until it ends; returns its final state."""
     check_installed()
     command = [program("flwr"), "log", str(run_id), CONNECTION, "--stream"]
     log = subprocess.Popen(
@@ -121,19 +120,19 @@ def follow(folder: ServerFolder, run_id: int) -> RunState:
 
 
 def copy_safely(log: BinaryIO, shown: TextIO) -> None:
-    """Lines of a log as they come; what sites and configs have put into them steers no terminal."""
+    """Lines of a log as they arrive, made safe for a terminal: they may contain text of sites and configs."""
     for line in log:
         shown.write(safe_line(line.decode("utf-8", "replace").rstrip("\r\n")) + "\n")
         shown.flush()
 
 
 def stop(folder: ServerFolder, run_id: int) -> None:
-    """End a run; every round it finished is kept."""
+    """Stop a run; its finished rounds are kept."""
     ask(folder, "stop", str(run_id), CONNECTION)
 
 
 def state(folder: ServerFolder, run_id: int) -> RunState:
-    """How one run stands."""
+    """The state of one run."""
     return _state(ask(folder, "list", CONNECTION, "--run-id", str(run_id))["runs"][0])
 
 
@@ -151,7 +150,7 @@ def _ended(process: subprocess.Popen[bytes], patience: float) -> bool:
 
 
 def _settled(folder: ServerFolder, run_id: int) -> RunState:
-    """The last state of a run whose log has ended, which may be before the run has."""
+    """Wait for the final state of a run whose log has ended; the log may end before the run."""
     while not (found := state(folder, run_id)).finished:
         time.sleep(PAUSE)
     return found
@@ -163,7 +162,7 @@ def _state(values: dict[str, Any]) -> RunState:
 
 
 def app_text(config_json: str, resume: bool) -> str:
-    """The one file of an app without code."""
+    """The only file of an app without code."""
     return "\n".join(
         [
             "[project]",

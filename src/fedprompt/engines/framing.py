@@ -1,11 +1,11 @@
-"""What this process says to its workers over pipes, and a server to its nodes over the network.
+"""The format of messages to workers (over pipes) and to nodes (over the network).
 
     8 bytes   length of the header, little endian
     8 bytes   length of the tensors
-    header    JSON; where it speaks of tensors it maps their names to places, in the order that counts
-    tensors   safetensors bytes, in which every tensor is called by its place
+    header    JSON; it refers to tensors by maps from name to place, in their order
+    tensors   safetensors bytes, where the name of a tensor is its place
 
-A tensor that many clients receive has one place, so it travels once.
+A tensor that many clients receive has one place, so it is sent once.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Frame:
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Frame:
-        """The one message that some bytes are; a ValueError where they are anything else."""
+        """Read bytes that are exactly one message; raise ValueError otherwise."""
         stream = io.BytesIO(blob)
         frame = read_frame(stream, finite=True)
         if frame is None or stream.read(1):
-            raise ValueError("must be one whole frame")
+            raise ValueError("must be one complete frame")
         return frame
 
 
@@ -59,7 +59,7 @@ def write_frame(stream: IO[bytes], frame: Frame) -> None:
 
 
 def read_frame(stream: IO[bytes], finite: bool = False) -> Frame | None:
-    """The next message; None where the other side is gone, be it in the middle of one.
+    """The next message; None if the other side has closed, even in the middle of a message.
 
     With `finite`, a header with NaN or infinity is a ValueError.
     """
@@ -84,7 +84,7 @@ def _check_sizes(header: int, tensors: int) -> None:
 
 
 class Packing:
-    """Tensors on their way out. What is put in is kept until they are gone, for tensors are told apart by where they lie."""
+    """Tensors to send. They are kept alive until sent, because tensors are identified by their address in memory."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[object, ...], int] = {}
@@ -105,7 +105,7 @@ class Packing:
 
 
 class Unpacking:
-    """Tensors that have arrived."""
+    """Tensors that were received."""
 
     def __init__(self, blob: bytes) -> None:
         self._tensors = wire.decode(blob)

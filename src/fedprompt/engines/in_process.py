@@ -1,4 +1,4 @@
-"""The default engine: every client in this process, on one copy of the backbone, as many at a time as make one good batch."""
+"""The default engine: all clients in this process on one copy of the backbone, grouped into batches of a good size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedprompt.metrics.accuracy import ClientResult
 
 
 class InProcess:
-    """Answers the federation's three questions for any set of clients, in any order."""
+    """Surveys, trains and evaluates any set of clients, in any order."""
 
     def __init__(self, runtime: ClientRuntime) -> None:
         self._runtime = runtime
@@ -36,7 +36,7 @@ class InProcess:
             yield from self._runtime.evaluate_together(round, {client: download(client) for client in group}).items()
 
     def discard(self, clients: Iterable[int]) -> None:
-        """Forget what these clients did since the last commit: their updates were refused."""
+        """Drop the changes of these clients since the last commit: their updates were refused."""
         for client in clients:
             self._runtime.states.discard(client)
 
@@ -45,11 +45,11 @@ class InProcess:
         return self._runtime.states.take_changes()
 
     def group_size(self, clients: int) -> int:
-        """How many of so many clients work as one batch."""
+        """How many of these clients are computed as one batch."""
         return self._runtime.cohort_size()
 
     def _groups(self, clients: Sequence[int]) -> Iterator[list[int]]:
-        """Clients that work as one batch. Who works with whom must not depend on the order they come in."""
+        """Clients that are computed as one batch. The groups must not depend on the order of `clients`."""
         ordered, size = sorted(clients), self.group_size(len(clients))
         for start in range(0, len(ordered), size):
             yield ordered[start : start + size]

@@ -1,4 +1,4 @@
-"""`engine.kind`: which engine a run has, opened before the run is prepared and closed when it is over."""
+"""`engine.kind`: the engine of a run, opened before the run is prepared and closed at its end."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Opener = TypeVar("Opener", bound=Callable[..., AbstractContextManager[Any]])
 
 
 def register_engine(name: str) -> Callable[[Opener], Opener]:
-    """Make an engine known under a name: `engine: {kind: ...}` in a config.
+    """Register an engine under a name: `engine: {kind: ...}` in a config.
 
-    It is called with the config and gives a context manager, which is entered before data and backbone are prepared and
-    left when the run is over. What that yields is called once with the clients' side of the run (`ClientRuntime`) and with
-    digests of the backbone and the partition, and gives an `Engine`. Keyword-only parameters are its settings: those of the
-    section come from there, all others from its `options`.
+    The function takes the config and returns a context manager, which is entered before data and backbone are prepared
+    and left at the end of the run. The context manager yields a function. It is called once with the clients' side of the
+    run (`ClientRuntime`) and the digests of the backbone and the partition, and returns an `Engine`. Keyword-only
+    parameters are the engine's settings: fields of the section `engine` if they exist there, else entries of `options`.
     """
     return ENGINES.registrar(name)
 
 
 def opener(config: Config) -> Callable[[], AbstractContextManager[MakeEngine]]:
-    """The engine a config asks for, not yet opened."""
+    """The engine that a config selects, not yet opened."""
     kind = config.engine.kind
     found = ENGINES.get(kind)
     given = arguments(config.engine, "engine", kind, found)
@@ -40,10 +40,10 @@ def opener(config: Config) -> Callable[[], AbstractContextManager[MakeEngine]]:
 @register_engine("in-process")
 @contextmanager
 def in_process(config: Config, *, workers: int) -> Iterator[MakeEngine]:
-    """Clients in this process, or shared out among `engine.workers` processes."""
+    """Clients in this process, or distributed over `engine.workers` processes."""
     if not workers:
         yield lambda runtime, ground: InProcess(runtime)
         return
-    with WorkerPool(workers) as crew:  # they import while this process prepares
-        yield lambda runtime, ground: Workers(runtime, crew, ground)
-        crew.assert_frozen()
+    with WorkerPool(workers) as pool:  # workers import modules while this process prepares
+        yield lambda runtime, ground: Workers(runtime, pool, ground)
+        pool.assert_frozen()

@@ -1,6 +1,6 @@
-"""An engine whose server learns of a cohort only what the cohort is together: one reply for all, made by a secure sum.
+"""An engine whose server learns only the sum over a cohort: one reply for all clients, computed by a secure sum.
 
-Client i with n_i training images (1 where all count the same) sends a masked vector of
+Client i with n_i training images (n_i = 1 under uniform weights) sends a masked vector of
 
     n_i * shared tensors, statistics, 1, n_i, n_i * loss_i, n_i if it has a loss,
 
@@ -28,18 +28,18 @@ from fedprompt.privacy.secure_sum.collector import Record
 from fedprompt.privacy.secure_sum.masking import RANGE, Numbers
 from fedprompt.tensors import Tensors
 
-FIGURES = 4  # numbers behind the tensors: clients, images, weighted loss, images with a loss
+FIGURES = 4  # numbers after the tensors: clients, images, weighted loss, images with a loss
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies in a vector is known from those before it."""
+    """One tensor of the vector. Its offset is the total size of the entries before it."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     averaged: bool
-    """Weighted with the images, else summed as it is."""
+    """Weighted by the number of images; otherwise a plain sum."""
     device: torch.device
 
 
@@ -47,7 +47,7 @@ Layout = tuple[Entry, ...]
 
 
 def layout_of(upload: Tensors, shared: Mapping[str, object]) -> Layout:
-    """The tensors of an upload by name. Uploads without fault have the same names and shapes."""
+    """The tensors of an upload, sorted by name. All valid uploads have the same names and shapes."""
     return tuple(
         Entry(name, tensor.shape, tensor.dtype, name in shared, tensor.device)
         for name, tensor in sorted(upload.items())
@@ -55,7 +55,7 @@ def layout_of(upload: Tensors, shared: Mapping[str, object]) -> Layout:
 
 
 def to_vector(reply: LocalUpdate, layout: Layout, weight: int) -> Numbers:
-    """What a client adds to the sum."""
+    """The vector that a client adds to the sum."""
     parts = [
         reply.upload[entry.name].detach().to("cpu", torch.float64).flatten() * (weight if entry.averaged else 1)
         for entry in layout
@@ -67,7 +67,7 @@ def to_vector(reply: LocalUpdate, layout: Layout, weight: int) -> Numbers:
 
 
 def to_reply(total: Numbers, layout: Layout, round: int, clients: int) -> LocalUpdate:
-    """The reply that stands for a cohort of which so many clients are in the sum."""
+    """The reply of the cohort; `clients` is how many of them are in the sum."""
     counted, images, loss, trained = total[-FIGURES:].tolist()
     if counted != clients or images < clients or not images.is_integer():
         raise ContractError(broken("secure sum", f"count {clients} clients: a revealed share is wrong", counted))
@@ -82,7 +82,7 @@ def to_reply(total: Numbers, layout: Layout, round: int, clients: int) -> LocalU
 
 
 class SecureCohort:
-    """Wraps an engine. Each client's reply is checked and masked on the client's side; `record` sees all that leaves it."""
+    """Wraps an engine. Each reply is checked and masked on the client's side; `record` receives every message that leaves it."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class SecureCohort:
         return self._engine.take_states()
 
     def threshold(self, clients: int) -> int:
-        """How many clients must deliver: the share asked for, and more than half."""
+        """How many clients must deliver: at least the configured share, and always more than half."""
         return max(clients // 2 + 1, math.ceil(self._threshold_share * clients - 1e-9))
 
     def _as_one(
         self, round: int, clients: Sequence[int], arriving: Iterable[LocalUpdate | Failure]
     ) -> Iterator[LocalUpdate | Failure]:
-        """The failures as they happen, and at the end one reply; a failure of the whole cohort where too few are left."""
+        """Failures as they happen, then one reply; a failure of the whole cohort if too few clients are left."""
         if not clients:
             return
         try:
@@ -148,7 +148,7 @@ class SecureCohort:
         yield to_reply(total, layout, round, len(survivors))
 
     def _add(self, secure: SecureSum, reply: LocalUpdate, layout: Layout, clients: int) -> Fault | None:
-        """Add a client's vector to the sum, or say what keeps it out, without a word on its values."""
+        """Add a client's vector to the sum, or return the rule it breaks. The text never contains its values."""
         try:
             secure.deliver(reply.client, to_vector(reply, layout, 1 if self._uniform else reply.samples))
         except ContractError:
@@ -158,7 +158,7 @@ class SecureCohort:
         return None
 
     def _fault(self, reply: LocalUpdate, round: int) -> Fault | None:
-        """What the guard would look at, looked at by the client itself."""
+        """The checks of the guard, made by the client itself."""
         if reply.round != round:
             return Fault("round", f"must answer round {round}")
         if type(reply.samples) is not int or reply.samples < 1:

@@ -1,7 +1,7 @@
-"""What runs in a worker process: `python -m fedprompt.engines.worker_process`, started by `engines/workers.py` and of no use to people.
+"""The program of a worker process: `python -m fedprompt.engines.worker_process`. Only `engines/workers.py` starts it.
 
-It reads frames from standard input and writes one answer for each to standard output. It keeps nothing from one task to the
-next but data and backbone, and it ends at once, whatever it is doing, when standard input does.
+It reads frames from standard input and writes one answer for each to standard output. Between tasks it keeps
+only data and backbone. It exits immediately when standard input closes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedprompt.tensors import Tensors
 
 
 class CarriedStates(ClientStates):
-    """The states that came with a task, and what has become of them."""
+    """The client states sent with a task, and their changes."""
 
     def __init__(self) -> None:
         super().__init__(lambda client: None)
@@ -45,14 +45,14 @@ class CarriedStates(ClientStates):
 
 
 class WorkerLoop:
-    """Answers frames: first one that says which experiment it is, then tasks."""
+    """Answers frames: the first one contains the experiment, the others are tasks."""
 
     def __init__(self) -> None:
         self._states = CarriedStates()
         self._runtime: ClientRuntime | None = None
 
     def answer(self, frame: Frame) -> Frame:
-        """The answer to a frame; an error is one too."""
+        """The answer to a frame. An error is also returned as an answer."""
         try:
             if frame.header["kind"] == "begin":
                 return self._prepared(frame.header)
@@ -71,14 +71,14 @@ class WorkerLoop:
         return Frame({"ground": [identity(backbone), manifest.checksum]})
 
     def _frozen(self) -> Frame:
-        """The answer unless a method has written to the backbone."""
+        """An empty answer; raises if a method has written to the backbone."""
         assert self._runtime is not None
         backbone = self._runtime.bank.backbone
         backbone.assert_frozen(identity(backbone))
         return Frame({})
 
     def _done(self, frame: Frame) -> Frame:
-        """A task done for all of its clients, and the states they have now."""
+        """Do a task for all its clients; the answer includes their new states."""
         assert self._runtime is not None
         header, tensors, packing = frame.header, Unpacking(frame.tensors), Packing()
         states = {each["client"]: each["state"] for each in header["clients"]}
@@ -90,8 +90,8 @@ class WorkerLoop:
         }
         answers = _answers(self._runtime, header["kind"], header["round"], received, packing)
         now = {client: packing.put(state) for client, state in self._states.changed().items()}
-        told = [{"client": client, "state": now.get(client), **answer} for client, answer in answers.items()]
-        return Frame({"clients": told}, packing.to_bytes())
+        results = [{"client": client, "state": now.get(client), **answer} for client, answer in answers.items()]
+        return Frame({"clients": results}, packing.to_bytes())
 
 
 def _placed(tensors: Tensors, runtime: ClientRuntime) -> Tensors:
@@ -101,7 +101,7 @@ def _placed(tensors: Tensors, runtime: ClientRuntime) -> Tensors:
 def _answers(
     runtime: ClientRuntime, kind: str, round: int, received: Mapping[int, Tensors], packing: Packing
 ) -> dict[int, dict[str, Any]]:
-    """What each client has to say, by client."""
+    """The results of each client, by client."""
     if kind == "evaluate":
         results = runtime.evaluate_together(round, received)
         return {client: {"result": result.to_json()} for client, result in results.items()}
@@ -109,7 +109,7 @@ def _answers(
         replies = runtime.train_together(round, received)
     else:
         replies = [_surveyed(runtime, client, tensors) for client, tensors in received.items()]
-    return {client: _told(reply, packing) for client, reply in zip(received, replies, strict=True)}
+    return {client: _reply_fields(reply, packing) for client, reply in zip(received, replies, strict=True)}
 
 
 def _surveyed(runtime: ClientRuntime, client: int, received: Tensors) -> LocalUpdate | DivergenceError:
@@ -119,31 +119,31 @@ def _surveyed(runtime: ClientRuntime, client: int, received: Tensors) -> LocalUp
         return error
 
 
-def _told(reply: LocalUpdate | DivergenceError, packing: Packing) -> dict[str, Any]:
+def _reply_fields(reply: LocalUpdate | DivergenceError, packing: Packing) -> dict[str, Any]:
     if isinstance(reply, DivergenceError):
         return {"diverged": str(reply)}
     return {"upload": packing.put(reply.upload), "samples": reply.samples, "loss": reply.loss}
 
 
-def _listen(ear: IO[bytes], heard: SimpleQueue[Frame]) -> None:
-    """Read frames until the pipe closes: then the parent is gone, and there is nothing to save."""
+def _listen(stream: IO[bytes], received: SimpleQueue[Frame]) -> None:
+    """Read frames until the pipe closes. Then the parent has ended, and there is nothing to save."""
     try:
-        while (frame := read_frame(ear)) is not None:
-            heard.put(frame)
+        while (frame := read_frame(stream)) is not None:
+            received.put(frame)
     finally:
         os._exit(0)
 
 
 def main() -> None:
-    mouth = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever is printed here is not for the pipe
-    heard: SimpleQueue[Frame] = SimpleQueue()
-    Thread(target=_listen, args=(sys.stdin.buffer, heard), daemon=True).start()
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # prints go to standard error, not into the pipe
+    received: SimpleQueue[Frame] = SimpleQueue()
+    Thread(target=_listen, args=(sys.stdin.buffer, received), daemon=True).start()
     torch.set_num_threads(1)
-    registry.methods()  # imported while the run is prepared elsewhere
-    desk = WorkerLoop()
+    registry.methods()  # import methods while the parent prepares the run
+    loop = WorkerLoop()
     while True:
-        write_frame(mouth, desk.answer(heard.get()))
+        write_frame(output, loop.answer(received.get()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`engine.workers`: the clients of a round shared among processes, with one thread each and the same weights mapped into memory.
 
-A worker has no memory of clients: with a task it is sent what they receive and what they keep, and it sends back their answers
-and what they keep now. So commits and resuming are as without workers, and when one dies another can do its task.
+A worker does not store client states: a task contains the messages and states of its clients, and the answer contains their
+replies and new states. So commits and resuming work as without workers, and if a worker dies another one can do its task.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from fedprompt.privacy.budget import settled
 from fedprompt.tensors import Tensors
 
 MODULE = "fedprompt.engines.worker_process"
-LAST_WORDS = 20  # lines of a worker's standard error that an error quotes
+STDERR_LINES = 20  # last lines of a worker's standard error, quoted in an error
 LONGEST_LINE = 2000
-PATIENCE = 5.0  # seconds until a process that must end is given up
-AHEAD = 2  # tasks for each worker that are at hand: the one under way, and the next
-WAITING = 8  # tasks for each worker that may be done before it is their turn
+PATIENCE = 5.0  # seconds to wait for a process to end
+AHEAD = 2  # open tasks per worker: the current one and the next
+WAITING = 8  # finished tasks per worker that may wait for an earlier one
 
 
 class WorkerDied(Exception):
-    """A worker is no more; the message says how it ended and what it said last."""
+    """A worker has died; the message contains its exit code and its last output."""
 
 
 class Worker:
-    """One process. It imports when it is started, prepares when it is told the experiment, and then does tasks."""
+    """One process. It imports modules at its start, prepares when it receives the experiment, and then does tasks."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -50,10 +50,10 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=_environment(),
-            process_group=0,  # an interrupt from the keyboard is for this process, which then ends the others
+            process_group=0,  # Ctrl-C reaches only this process, which then ends the workers
         )
         self._ground: list[str] | None = None
-        self._words: deque[str] = deque(maxlen=LAST_WORDS)
+        self._last_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._listener = Thread(target=self._pass_on, daemon=True)
         self._listener.start()
 
@@ -62,19 +62,19 @@ class Worker:
         return self._process.pid
 
     def begin(self, experiment: Frame) -> None:
-        """Tell it which experiment it works for, without waiting for it to be ready."""
+        """Send it the experiment, without waiting until it is ready."""
         self._ground = None
-        with suppress(OSError):  # one that died already is noticed when it is asked
+        with suppress(OSError):  # a dead worker is noticed at its next task
             self._write(experiment)
 
     def ground(self) -> list[str]:
-        """What its experiment rests on, which it says when it is ready."""
+        """Digests of its backbone and partition, which it sends when it is ready."""
         if self._ground is None:
             self._ground = self._read().header["ground"]
         return self._ground
 
     def ask(self, question: Frame) -> Frame:
-        """Its answer to one frame. It must have said that it is ready."""
+        """Its answer to one frame. The worker must be ready."""
         try:
             self._write(question)
         except OSError:
@@ -82,11 +82,11 @@ class Worker:
         return self._read()
 
     def kill(self) -> None:
-        """There is nothing a worker has to finish or to save."""
+        """Kill it: a worker has nothing to finish or to save."""
         self._process.kill()
 
     def close(self) -> None:
-        """Let go of a killed one, once its pipes are no longer used."""
+        """Release a killed worker, once its pipes are no longer used."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE)
         self._listener.join(PATIENCE)
@@ -118,16 +118,16 @@ class Worker:
             return WorkerDied("gave no answer")
         self._listener.join(PATIENCE)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return WorkerDied(how + (f" after it said:\n{''.join(self._words)}".rstrip() if self._words else ""))
+        return WorkerDied(how + (f" after it wrote:\n{''.join(self._last_lines)}".rstrip() if self._last_lines else ""))
 
     def _pass_on(self) -> None:
-        """What it writes to standard error goes to ours; the last lines are remembered."""
+        """Copy its standard error to ours and keep the last lines."""
         assert self._process.stderr is not None
         with self._process.stderr as stream:
             for line in iter(lambda: stream.readline(LONGEST_LINE), b""):
-                words = line.decode(errors="replace")
-                self._words.append(words)
-                sys.stderr.write(words)
+                text = line.decode(errors="replace")
+                self._last_lines.append(text)
+                sys.stderr.write(text)
 
 
 def _unforeseen(message: str) -> RuntimeError:
@@ -135,13 +135,13 @@ def _unforeseen(message: str) -> RuntimeError:
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, with one thread for each kind of arithmetic and the places this process imports from."""
+    """The environment of this process with its import path, and one thread for OpenMP and MKL."""
     path = os.pathsep.join(place or os.getcwd() for place in sys.path)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class WorkerPool:
-    """Some workers, and a thread for each that waits for its answers. A task of one that dies is given to a new one, once."""
+    """Workers, with one thread each that waits for answers. If a worker dies, a new one gets its task, once."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -169,21 +169,21 @@ class WorkerPool:
         return [worker.pid for worker in self._workers]
 
     def begin(self, experiment: Frame, ground: list[str]) -> None:
-        """Let all workers prepare an experiment, of which this process knows what it rests on."""
+        """Let all workers prepare an experiment; `ground` holds the digests they must report."""
         self._experiment, self._ground = experiment, ground
         for worker in self._workers:
             worker.begin(experiment)
 
     def submit(self, task: Frame) -> Future[Frame]:
-        """Have a task done by whoever is free first."""
+        """Give a task to the first free worker."""
         return self._threads.submit(self._done, task)
 
     def assert_frozen(self) -> None:
-        """Raise unless the backbone of every worker is what it was."""
+        """Raise if the backbone of a worker has changed."""
         list(self._threads.map(self._frozen, self._workers))
 
     def close(self) -> None:
-        """End all workers, whatever they are doing."""
+        """End all workers, also in the middle of a task."""
         with self._lock:
             self._closed = True
             for worker in self._workers:
@@ -193,27 +193,27 @@ class WorkerPool:
             worker.close()
 
     def _frozen(self, worker: Worker) -> None:
-        with suppress(WorkerDied):  # what a dead one had is gone with it
-            self._asked(worker, Frame({"kind": "frozen"}))
+        with suppress(WorkerDied):  # a dead worker has no backbone to check
+            self._request(worker, Frame({"kind": "frozen"}))
 
     def _done(self, task: Frame) -> Frame:
         worker = self._free.get()
         try:
             try:
-                return self._asked(worker, task)
+                return self._request(worker, task)
             except WorkerDied:
                 worker = self._replaced(worker)
-                return self._asked(worker, task)
+                return self._request(worker, task)
         except WorkerDied as death:
             clients = ", ".join(str(each["client"]) for each in task.header["clients"])
             raise FedpromptError(
-                f"engine.workers: two workers in a row failed at a task (for the clients number {clients}); the machine may "
+                f"engine.workers: two workers in a row died at the same task (clients {clients}); the machine may "
                 f"have too little memory for engine.workers={self.size}. The second one {death}"
             ) from None
         finally:
             self._free.put(worker)
 
-    def _asked(self, worker: Worker, question: Frame) -> Frame:
+    def _request(self, worker: Worker, question: Frame) -> Frame:
         if worker.ground() != self._ground:
             raise RunError(
                 "engine.workers: weights of the backbone or partition of the data changed while the run began"
@@ -238,12 +238,12 @@ class WorkerPool:
 
 
 class Workers(InProcess):
-    """The engine in many processes: groups of clients go to whoever is free, and answers come in the order of clients."""
+    """The engine in many processes: a group of clients goes to the first free worker; answers come in the order of clients."""
 
-    def __init__(self, runtime: ClientRuntime, crew: WorkerPool, ground: list[str]) -> None:
+    def __init__(self, runtime: ClientRuntime, pool: WorkerPool, ground: list[str]) -> None:
         super().__init__(runtime)
-        self._crew = crew
-        crew.begin(Frame({"kind": "begin", "config": _settings(runtime, crew.size)}), ground)
+        self._pool = pool
+        pool.begin(Frame({"kind": "begin", "config": _settings(runtime, pool.size)}), ground)
 
     def survey(self, clients: Sequence[int], download: Download) -> Iterator[LocalUpdate | Failure]:
         return self._replies("survey", 0, clients, download)
@@ -259,7 +259,7 @@ class Workers(InProcess):
                 yield each["client"], ClientResult(**each["result"])
 
     def group_size(self, clients: int) -> int:
-        return max(1, min(super().group_size(clients), math.ceil(clients / self._crew.size)))
+        return max(1, min(super().group_size(clients), math.ceil(clients / self._pool.size)))
 
     def _replies(
         self, kind: str, round: int, clients: Sequence[int], download: Download
@@ -277,15 +277,15 @@ class Workers(InProcess):
     def _answers(
         self, kind: str, round: int, clients: Sequence[int], download: Download
     ) -> Iterator[tuple[list[dict[str, Any]], Callable[[dict[str, int]], Tensors]]]:
-        """What the clients of each group have to say, and how to take the tensors they speak of."""
+        """The results of each group of clients, and a function that reads their tensors."""
         pending: deque[Future[Frame]] = deque()
         try:
             for group in self._groups(clients):
                 while (under_way := [each for each in pending if not each.done()]) and (
-                    len(under_way) >= AHEAD * self._crew.size or len(pending) >= WAITING * self._crew.size
+                    len(under_way) >= AHEAD * self._pool.size or len(pending) >= WAITING * self._pool.size
                 ):
                     wait(under_way, return_when=FIRST_COMPLETED)
-                pending.append(self._crew.submit(self._task(kind, round, group, download)))
+                pending.append(self._pool.submit(self._task(kind, round, group, download)))
                 while pending and pending[0].done():
                     yield self._opened(pending.popleft().result())
             while pending:
@@ -295,7 +295,7 @@ class Workers(InProcess):
                 each.cancel()
 
     def _task(self, kind: str, round: int, group: Sequence[int], download: Download) -> Frame:
-        """What some clients are to do, with all they receive and keep."""
+        """A task for some clients, with the tensors they receive and their states."""
         packing, kept = Packing(), bool(self._runtime.world.roles.local)
         clients = []
         for client in group:
@@ -314,7 +314,7 @@ class Workers(InProcess):
 
 
 def _settings(runtime: ClientRuntime, workers: int) -> dict[str, Any]:
-    """The config of a worker: it has a share of the memory."""
+    """The config of a worker, with its share of the memory."""
     settings = settled(runtime.config, runtime.terms).model_dump(mode="json")
     settings["engine"]["memory_gib"] /= workers
     return settings

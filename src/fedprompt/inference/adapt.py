@@ -1,6 +1,6 @@
-"""A client that never trained, fitted to a few labelled images as the federation fits its held-out clients.
+"""Fit a client that never trained to a few labelled images, as the federation does for its held-out clients.
 
-The fitted client can be kept in a folder, `client.safetensors` with its tensors beside `client.json`, and used again.
+The fitted client can be saved to a folder (`client.json` and the tensors in `client.safetensors`) and used again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedprompt.runs.run import Run
 
 FORMAT = "fedprompt-client-1"
 TENSORS, RECORD = "client.safetensors", "client.json"
-NEWCOMER = "newcomer"  # what a client is called that the run does not know
+NEWCOMER = "newcomer"  # the name of a client that is not in the run
 
 
 def adapt(
@@ -41,12 +41,12 @@ def adapt(
     state: str | Path | None = None,
     trust_config: bool = False,
 ) -> TrainedClient:
-    """A client fitted to labelled images: one the run has never heard of or, with `client`, one of the run.
+    """A client fitted to labelled images: a new one or, with `client`, one of the run.
 
-    A new client and one that was held out do what `Method.newcomer` says, for `epochs` or as long as the run's
-    `federation.newcomer_epochs`. For a client that trained, the images stand for its own training images where its
-    method looks at these before it predicts; where it does not, there is nothing to adapt, and that is an error. `state`
-    is the directory of a site's node, and `trust_config` says whose word counts (see `TrainedClient.open`).
+    A new client or a held-out one is fitted by `Method.newcomer`, for `epochs` or the run's `federation.newcomer_epochs`.
+    For a client that trained, the images replace its own training images if its method reads them before it predicts;
+    otherwise there is nothing to adapt, and that is an error. `state` is the directory of a site's node; for
+    `trust_config` see `TrainedClient.open`.
     """
     opened = run if isinstance(run, LoadedRun) else LoadedRun.open(run, trust_config=trust_config)
     source = labelled if isinstance(labelled, Source) else labelled_images(labelled, opened)
@@ -75,28 +75,28 @@ def adapt(
 
 
 def labelled_images(path: str | Path, opened: LoadedRun) -> Source:
-    """The images of a folder `class/image`, or of a parquet file, with labels that count the run's classes.
+    """The images of a folder `class/image`, or of a parquet file, with labels that are numbers of the run's classes.
 
-    They may lack classes of the run but have no others. Where they are split, those for training count.
+    Classes of the run may be missing, but other classes are an error. If the images are split, the training part is used.
     """
     try:
         source = open_source(DataConfig(source=str(path)), opened.factory.cache)
     except DataError as error:
         raise DataError(str(error).replace("data.source", "labelled images", 1)) from error
     class_names = opened.world.class_names
-    for told in agree({"": list(source.class_names)}, list(class_names)).refused.values():
-        raise DataError(f"labelled images: {str(path)!r}: {told}".replace("the federation", "the run", 1))
+    for reason in agree({"": list(source.class_names)}, list(class_names)).refused.values():
+        raise DataError(f"labelled images: {str(path)!r}: {reason}".replace("the federation", "the run", 1))
     agreed = Agreed(source, class_names)
     if agreed.splits is None:
         return agreed
     training = np.flatnonzero(agreed.splits == "train")
     if not len(training):
-        raise DataError(broken("labelled images", "hold some for training where they are split", str(path)))
+        raise DataError(broken("labelled images", "have a training part if they are split", str(path)))
     return Selection(agreed, training, class_names)
 
 
 def save(client: TrainedClient, folder: str | Path) -> Path:
-    """Keep a client. Its tensors are its own business: only who wrote them may read them."""
+    """Save a client. Its tensors are private: only the user who wrote them may read them."""
     folder, tensors = Path(folder), wire.encode(client.params)
     write_atomically(folder / TENSORS, tensors)
     os.chmod(folder / TENSORS, 0o600)
@@ -115,7 +115,7 @@ def save(client: TrainedClient, folder: str | Path) -> Path:
 
 
 def load(run: str | Path | Run | LoadedRun, folder: str | Path) -> TrainedClient:
-    """A client that was kept, with the run it came from."""
+    """A saved client, with the run it came from."""
     opened, folder = run if isinstance(run, LoadedRun) else LoadedRun.open(run), Path(folder)
     record, blob = _read(folder)
     for key, value in _ground(opened).items():
@@ -136,7 +136,7 @@ def load(run: str | Path | Run | LoadedRun, folder: str | Path) -> TrainedClient
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """What a folder says of its client, and the bytes of the tensors, if they are those it speaks of."""
+    """The record of a folder and the bytes of its tensors, checked against their digest."""
     try:
         record = read_json(folder / RECORD)
         blob = read_bytes(folder / TENSORS, MOST_BYTES)
@@ -151,14 +151,14 @@ def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
         value = record.get("format") if isinstance(record, dict) else type(record).__name__
         raise RunError(broken(f"format of {str(folder / RECORD)!r}", f"be {FORMAT!r}", value))
     if record.get("tensors") != hashlib.sha256(blob).hexdigest():
-        raise RunError(f"adapted client {str(folder)!r} is damaged: {TENSORS} is not the file {RECORD} speaks of")
+        raise RunError(f"adapted client {str(folder)!r} is damaged: {TENSORS} is not the file that {RECORD} describes")
     return record, blob
 
 
 def _ground(opened: LoadedRun) -> dict[str, Any]:
-    """What a kept client rests on: the server's tensors of one round, and with them the run that made them."""
+    """What a saved client depends on: the server's tensors of one round, and so the run that made them."""
     state = opened.run.reader.server_state()
-    assert state is not None  # or it would not be open
+    assert state is not None  # otherwise the run would not be open
     sha = hashlib.sha256(str(opened.run.reader.fact("backbone")).encode())
     for blob in state[1:]:
         sha.update(hashlib.sha256(blob).digest())
@@ -166,7 +166,7 @@ def _ground(opened: LoadedRun) -> dict[str, Any]:
 
 
 def _try(client: TrainedClient, folder: Path) -> None:
-    """Raise where tensors are not what the method predicts with; a blank image shows it."""
+    """Raise if the method cannot predict with the tensors; tested on a blank image."""
     side = client.backbone.shape.image_size
     try:
         client.predict(np.zeros((1, side, side, 3), dtype=np.uint8))

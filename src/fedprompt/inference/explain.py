@@ -1,7 +1,7 @@
-"""What a client's prompts change in one image: attention of CLS with and without them, predictions, and what was mixed.
+"""What a client's prompts change for one image: attention of CLS with and without them, predictions, and mixtures.
 
-*Without prompts* is the same frozen backbone without them, read by the client's own head; for methods that read class
-names, the class names after fixed words.
+*Without prompts* means the same frozen backbone with the client's own head; for methods that read class names, the class
+names after a fixed template.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AttentionView:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What was mixed for one image; see `Mixture`."""
+    """The mixture for one image; see `Mixture`."""
 
     what: str
     unit: str
@@ -72,7 +72,7 @@ class Explanation:
     """(S, S, 3) uint8, as the backbone sees them."""
     class_names: tuple[str, ...]
     where: str
-    """Whose attention: "block 11 of 0..11", "rollout ..."."""
+    """Which attention: "block 11 of 0..11", "rollout ..."."""
     changes: str
     """The method's prompts and their places, in words."""
     in_images: bool
@@ -150,9 +150,7 @@ class Explanation:
 
 
 def explain(client: TrainedClient, picture: Picture, block: str | int = LAST) -> Explanation:
-    """What the client's prompts change in a picture; attention is that of a block (from 0, after the stem), "last" or
-    "rollout".
-    """
+    """What the client's prompts change for a picture. `block`: a number (from 0, after the stem), "last" or "rollout"."""
     number = _block(block, client.backbone.depth)
     pixels = client.pixels([picture])
     backbone, world = client.backbone, client.world
@@ -196,30 +194,30 @@ def explain(client: TrainedClient, picture: Picture, block: str | int = LAST) ->
 
 
 def describe(watched: Watched, client: TrainedClient) -> str:
-    """What the method does to the frozen towers, in words."""
-    given, said = watched.given, []
+    """How the method changes the frozen towers, as text."""
+    given, changes = watched.given, []
     slots = inserted(given.vision)
     if slots:
         deepest = sorted({block for slot in slots for block in slot.blocks})
         each = " + ".join(str(slot.tokens.shape[-2]) for slot in slots)
         own = [slot.tokens.ndim == 4 for slot in slots]
         made = f", {'all' if all(own) else 'some'} made for this image," if any(own) else ""
-        said.append(f"{each} prompt tokens at a time{made} enter the image tower at {_listed(deepest)}")
+        changes.append(f"{each} prompt tokens at a time{made} enter the image tower at {_listed(deepest)}")
     if given.weights:
         blocks = sorted({int(name.split(".")[1]) for name in given.weights})
-        said.append(f"weights of the image tower are changed in {_listed(blocks)}; there are no prompt tokens")
-    if not said:
-        said.append("the image tower is left as it is, so that both maps agree")
+        changes.append(f"weights of the image tower are changed in {_listed(blocks)}; there are no prompt tokens")
+    if not changes:
+        changes.append("the image tower is unchanged, so both maps are equal")
     if given.text:
         words = {context.tokens.shape[-2] for context in given.text.values()}
-        said.append(
-            f"learned words ({', '.join(map(str, sorted(words)))}) stand with the class names in the text tower"
+        changes.append(
+            f"learned words ({', '.join(map(str, sorted(words)))}) are added to the class names in the text tower"
         )
     elif client.method.uses_text:
-        said.append("the text tower reads plain words")
+        changes.append("the text tower reads plain words")
     if not given.text and not client.method.uses_text and not watched.in_images:
-        said.append("only the head is trained")
-    return "; ".join(said)
+        changes.append("only the head is trained")
+    return "; ".join(changes)
 
 
 def _without(
@@ -229,13 +227,15 @@ def _without(
     method, world = client.method, client.world
     if method.uses_text:
         logits = similarity(world, rows["image"], world.text.encode_words(PLAIN_WORDS))
-        return probabilities(logits)[0], f"class names behind '{PLAIN_WORDS}', image tower as it is"
+        return probabilities(logits)[0], f"class names after '{PLAIN_WORDS}', image tower unchanged"
     repeat = watched.given.repeat
     if watched.seen.prompts is not None:  # CLS replaces the rows of absent prompts
         rows = {**rows, "prompts": rows["cls"].unsqueeze(1).expand(-1, watched.seen.prompts.shape[1], -1)}
     kept = {name: rows[name].repeat(repeat, *[1] * (rows[name].dim() - 1)) for name in method.reads}
     seen = Seen(**kept, text=watched.seen.text, extra=watched.seen.extra)
-    return method.predict(world, client.params, seen, batch, noise)[:, 0].mean(0), "the same head, image tower as it is"
+    return method.predict(world, client.params, seen, batch, noise)[:, 0].mean(
+        0
+    ), "the same head, image tower unchanged"
 
 
 def _block(block: str | int, depth: int) -> int | None:
@@ -251,7 +251,7 @@ def _block(block: str | int, depth: int) -> int | None:
 
 
 def _look(attention: Attention, block: int | None, stem: int) -> AttentionView:
-    """Of one image, the mean over its draws."""
+    """For one image, the mean over its draws."""
     where = attention.rollout() if block is None else attention.at(stem + block)
     shares = {name: float(share.mean()) for name, share in attention.shares(where).items()}
     return AttentionView(attention.grid(where).mean(0).float().cpu().numpy(), shares)
@@ -263,7 +263,7 @@ def _tokens(attention: Attention, block: int | None, stem: int) -> int:
 
 
 def _listed(blocks: Sequence[int]) -> str:
-    """Numbers of blocks, runs of them as one: "blocks 0-3, 5"."""
+    """Numbers of blocks, with ranges: "blocks 0-3, 5"."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and block == runs[-1][-1] + 1:

@@ -48,7 +48,7 @@ def require_ending(path: Path) -> None:
 
 
 def draw(explanation: Explanation) -> Figure:
-    """Above: the image and attention of CLS; below: shares of attention, classes and what was mixed."""
+    """Top: the image and attention of CLS; bottom: shares of attention, classes and the mixture."""
     with plot_style():
         figure = new_figure(12.4, 7.4)
         figure.suptitle(
@@ -72,7 +72,7 @@ def draw(explanation: Explanation) -> Figure:
         if not mixtures and len(explanation.draws) > 1:
             _draw_draws(figure.add_subplot(columns[2]), explanation)
         elif not mixtures:
-            _draw_note(figure.add_subplot(columns[2]), "What was mixed", _nothing_mixed(explanation))
+            _draw_note(figure.add_subplot(columns[2]), "Mixture", _nothing_mixed(explanation))
         figure.supxlabel("\n".join(textwrap.wrap(_sentence(explanation.changes), 150)), fontsize=10, x=0.01, ha="left")
     return figure
 
@@ -85,10 +85,10 @@ def _draw_images(figure: Figure, half: SubplotSpec, explanation: Explanation) ->
     plain, prompted = explanation.plain.patches, explanation.prompted.patches
     most = float(max(plain.max(), prompted.max()))
     if not explanation.in_images:
-        drawn = _draw_map(axes[1], explanation, plain, "CLS looks at", most)
+        drawn = _draw_map(axes[1], explanation, plain, "Attention of CLS", most)
         figure.colorbar(drawn, ax=axes[1], shrink=0.75, format=_percent, label="of the attention on patches")
         note = figure.add_subplot(columns[2:])
-        text = "The image tower is left as it is: CLS looks at the same patches with and without what was trained."
+        text = "The image tower is unchanged: the attention of CLS is the same before and after training."
         _draw_note(note, "Nothing to compare in the image", text)
         return
     _draw_map(axes[1], explanation, plain, "Without prompts" if explanation.tokens else "Without", most)
@@ -220,13 +220,13 @@ def _draw_note(axes: Axes, title: str, text: str) -> None:
 
 def _nothing_mixed(explanation: Explanation) -> str:
     same = "changed weights" if explanation.in_images and not explanation.tokens else "prompts"
-    said = f"All images of this client get the same {same}."
+    text = f"All images of this client get the same {same}."
     if not explanation.differs:
-        said = "There are no prompts: the head alone is the client's."
+        text = "There are no prompts: only the head is the client's own."
     elif "made for this image" in explanation.changes:
-        said = "Prompts are made for this image, not mixed of parts."
+        text = "Prompts are computed from this image, not mixed from parts."
     numbers = "".join(f" {name} = {value:.3g}." for name, value in explanation.numbers.items())
-    return said + numbers
+    return text + numbers
 
 
 def _percent_axis(axes: Axes, most: float) -> None:
@@ -248,13 +248,13 @@ def _sentence(text: str) -> str:
 
 
 def _alone(drawing: str) -> str:
-    """A drawing that needs no page around it."""
+    """A standalone SVG drawing."""
     return drawing.replace("var(--ink)", INK).replace("var(--grid)", GRID)
 
 
 def page(explanation: Explanation, drawing: str) -> str:
-    """One file without any other: the picture, and its numbers as tables."""
-    say = escape
+    """One self-contained file: the picture, and its numbers as tables."""
+    safe = escape
     title = f"{explanation.client}, {explanation.method}"
     classes = "".join(
         _row(
@@ -266,11 +266,11 @@ def page(explanation: Explanation, drawing: str) -> str:
         _row(name, explanation.prompted.shares[kind], explanation.plain.shares[kind]) for kind, name in KINDS.items()
     )
     mixtures = "".join(_mixture_table(mixed) for mixed in explanation.mixtures)
-    numbers = "".join(f"<tr><th scope=row>{say(name)}<td>{value:.4g}" for name, value in explanation.numbers.items())
+    numbers = "".join(f"<tr><th scope=row>{safe(name)}<td>{value:.4g}" for name, value in explanation.numbers.items())
     both = "<tr><th scope=col><th scope=col>with prompts<th scope=col>without"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{say(title)}</title>
+<title>{safe(title)}</title>
 <style>
 :root {{ --ink: {INK}; --grid: {GRID}; --paper: #fff; color-scheme: light dark }}
 @media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e9ee; --grid: #4a525c; --paper: #16191d }} }}
@@ -281,12 +281,12 @@ table {{ border-collapse: collapse; margin: 1rem 0 }} caption {{ text-align: lef
 th, td {{ padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--grid); text-align: right }}
 th[scope=row] {{ text-align: left; font-weight: normal }}
 </style></head><body>
-<h1>{say(title)}</h1>
-<p>Run {say(explanation.run)}, image {say(explanation.image)}. {say(_sentence(explanation.changes))}</p>
-<figure role="img" aria-label="The image, where CLS looks with and without prompts, and the numbers of the tables below">{drawing}</figure>
+<h1>{safe(title)}</h1>
+<p>Run {safe(explanation.run)}, image {safe(explanation.image)}. {safe(_sentence(explanation.changes))}</p>
+<figure role="img" aria-label="The image, attention of CLS with and without prompts, and the numbers of the tables">{drawing}</figure>
 <table><caption>Classes</caption>{both}{classes}</table>
-<p>Without: {say(explanation.plain_means)}.</p>
-<table><caption>Where CLS's attention goes ({say(explanation.where)})</caption>{both}{shares}</table>
+<p>Without: {safe(explanation.plain_means)}.</p>
+<table><caption>Where CLS's attention goes ({safe(explanation.where)})</caption>{both}{shares}</table>
 {mixtures}{f"<table><caption>The method's own numbers</caption>{numbers}</table>" if numbers else ""}
 </body></html>
 """

@@ -3,7 +3,7 @@
 | file | what is in it |
 |---|---|
 | `client.safetensors` | prompt tokens, the classifier, and the layers between them |
-| `client.json` | how these fit together, the classes, and where all of it comes from |
+| `client.json` | how these fit together, the classes, and their origin |
 | `parameters.safetensors` | everything the client's method predicts with, under its own names |
 | `preprocessor_config.json` | size and normalisation of images, in the format of `transformers` |
 | `README.md` | the model card |
@@ -54,7 +54,7 @@ def export(
         raise ConfigError(
             f"{client.config.label} has no exact export: {'; '.join(fixed.replaced) or 'rounding'}. On {agreement.on} such a "
             f"model agrees with the client's own on the class of {agreement.same_class:.1%} of {agreement.images} images; "
-            "--approximate writes it all the same"
+            "--approximate writes it anyway"
         )
     tensors, read = handed(fixed, client.backbone)
     described = describe(client, fixed, agreement, exact, read, with_backbone)
@@ -89,7 +89,7 @@ def measured(client: TrainedClient) -> tuple[Constant, Agreement]:
         if len(test):
             pixels = test.store.pixels(test.indices)
             return fixed, Agreement.measured(client, fixed, pixels, test.labels.cpu(), "its test images")
-    except (ConfigError, DataError, RunError) as error:  # a place that is not trusted is not at hand either
+    except (ConfigError, DataError, RunError) as error:  # an untrusted path counts as unavailable
         side = client.backbone.shape.image_size
         noise = np.random.default_rng(0).integers(0, 256, (16, side, side, 3), dtype=np.uint8)
         fixed = constant(client, noise)
@@ -97,7 +97,7 @@ def measured(client: TrainedClient) -> tuple[Constant, Agreement]:
             raise ConfigError(
                 f"{client.config.label} has no exact export, and an approximate one needs the client's images: {error}"
             ) from error
-        return fixed, Agreement.measured(client, fixed, noise, None, "images of noise, its own not being at hand")
+        return fixed, Agreement.measured(client, fixed, noise, None, "noise images, because its own are not available")
     return fixed, Agreement.measured(
         client, fixed, reference.store.pixels(reference.indices), None, "its training images"
     )
@@ -108,7 +108,7 @@ def handed(fixed: Constant, backbone: ViT) -> tuple[Tensors, list[list[int]]]:
     found, order = places(fixed.slots, backbone)
     lead, tokens = 1 + backbone.shape.extra_tokens, backbone.shape.tokens
     read = [[0], *([row] for row in order)] if "prompts" in fixed.reads else [[0]]
-    if backbone.shape.ln_pre:  # in transformers the final norm of a CLIP comes behind the last hidden state
+    if backbone.shape.ln_pre:  # in transformers the final norm of a CLIP comes after the last hidden state
         found |= {f"norm.{part}": backbone.weights[f"norm.{part}"] for part in ("weight", "bias")}
     if "image" in fixed.reads:
         found |= {f"projection.{name}": tensor for name, tensor in projection_of(backbone).items()}
@@ -134,7 +134,7 @@ def places(slots: tuple[VisionPrompt, ...], backbone: ViT) -> tuple[Tensors, lis
             fresh = [slots[slot].tokens[list(slots[slot].blocks).index(block)] for slot in entering]
             joining = torch.cat([backbone.weights["lead"][:0], *fresh])
             if backbone.shape.ln_pre and backbone.stem + block == 0:
-                joining = backbone._norm("ln_pre", joining)  # in transformers it lies before the first layer
+                joining = backbone._norm("ln_pre", joining)  # in transformers it comes before the first layer
             number = backbone.stem + block
             found[f"keep.{number}"] = torch.tensor([*range(tokens), *(tokens + place for place in stay)])
             found[f"enter.{number}"] = joining
@@ -161,7 +161,7 @@ def describe(
     backbone, config = client.backbone, client.config
     kind, _ = architecture(backbone.shape)
     own_size = backbone.native_image_size == backbone.shape.image_size or with_backbone
-    interpolates = not own_size and not kind.startswith("Dinov2")  # which does it by itself
+    interpolates = not own_size and not kind.startswith("Dinov2")  # which always interpolates
     return {
         "format": FORMAT,
         "exact": exact,

@@ -18,7 +18,7 @@ from fedprompt.features.image_bank import Images
 
 
 class GivenPixels(ImageStore):
-    """A store that holds what it was given."""
+    """A store of given pixels."""
 
     def __init__(self, pixels: np.ndarray) -> None:
         self._pixels = pixels
@@ -39,11 +39,11 @@ class Nameless(Source):
         self.labels, self.domains, self.splits = np.zeros(count, np.int64), np.zeros(count, np.int64), None
 
     def image(self, index: int) -> None:  # type: ignore[override]
-        raise DataError(broken("image", "be asked for as pixels", index))
+        raise DataError(broken("image", "be requested as pixels", index))
 
 
 class GivenFeatures(FeatureTables):
-    """Features of given pixels, each kind computed once, by the same passes as those of a run: the bits are the same."""
+    """Features of given pixels, each kind computed once, by the same code as in a run: the results are bit-identical."""
 
     def __init__(self, pixels: np.ndarray, backbone: ViT) -> None:
         count = len(pixels)

@@ -32,7 +32,7 @@ class Item:
 
 
 def items(paths: Iterable[Path], class_names: Iterable[str], cache: Path, split: str | None = None) -> Iterator[Item]:
-    """The pictures of paths, in their order: a folder stands for all images below it, a parquet file for its rows.
+    """The pictures of paths, in their order: a folder gives all images below it, a parquet file its rows.
 
     In a folder, an image is labelled if its own folder has the name of a class. With `split`, only the rows of
     parquet files that belong to it.
@@ -90,5 +90,5 @@ def _failed(path: Path, error: DataError) -> Item:
 
 
 def shown(path: Path) -> str:
-    """A path as text that can be written anywhere: bytes that are no text are written as numbers."""
+    """A path as printable text: bytes that are not text are written as numbers."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")

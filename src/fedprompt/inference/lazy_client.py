@@ -42,7 +42,7 @@ class LazyBank(ImageBank):
     def images(self, client: int, part: str) -> Images:
         return self._bank.images(client, part)
 
-    def __getattr__(self, name: str) -> Any:  # of what `ImageBank` would have set when it was made
+    def __getattr__(self, name: str) -> Any:  # attributes that `ImageBank.__init__` would have set
         if name in ("tables", "_clients"):
             return getattr(self._bank, name)
         raise AttributeError(name)
@@ -52,7 +52,7 @@ class LateClient(Client):
     """A client that counts its images on demand."""
 
     def __init__(self, index: int, name: str, round: int, seed: int, known: Callable[[], Client]) -> None:
-        told = {
+        fields = {
             "index": index,
             "name": name,
             "round": round,
@@ -61,7 +61,7 @@ class LateClient(Client):
             "features": lambda kind: known().features(kind),
             "_known": known,
         }
-        for field, value in told.items():
+        for field, value in fields.items():
             object.__setattr__(self, field, value)
 
     def __getattr__(self, name: str) -> Any:

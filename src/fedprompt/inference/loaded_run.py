@@ -1,6 +1,6 @@
-"""A run that is opened to be used: its settings, its frozen backbone and its server at the last committed round.
+"""A run opened for use: its settings, its frozen backbone and its server at the last committed round.
 
-Of the run only `run.db` is read, and of the backbone its weights. Images are opened late (see `late.py`).
+This reads only `run.db` and the weights of the backbone. Images are opened on demand (see `lazy_client.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fedprompt.runs.run import Run, require_same_streams
 from fedprompt.runs.store import RUN_ID
 from fedprompt.tensors import Tensors
 
-SHOWN = 5  # clients that a refusal names
-NODE_STATES = "states"  # the folder of a node's directory that holds what it keeps of every run
+SHOWN = 5  # clients that an error message lists
+NODE_STATES = "states"  # the folder of a node's directory with its states of every run
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +44,13 @@ class LoadedRun:
 
     run: Run
     factory: ExperimentFactory
-    """Of the run's settings."""
+    """The method of the run's settings."""
     backbone: ViT
     world: World
-    """As the clients of the run know it."""
+    """The world of the run's clients."""
     server: Server
     require_images: Callable[[], None] = lambda: None
-    """Raises where the images lie at a place that only the run file names."""
+    """Raises if only the run file names the path of the images."""
 
     @classmethod
     def open(
@@ -64,9 +64,9 @@ class LoadedRun:
     ) -> LoadedRun:
         """Open a run directory, or its `run.db`.
 
-        `weights` and `data` say where the backbone and the images lie now; they must be the very same ones. Where they are not
-        given, a path or hub id in the config of the run is used only with `trust_config`, and so is its cache: a run file may
-        come from anybody. `method` is for runs of a method that is not registered.
+        `weights` and `data` are the current paths of the backbone and the images, which must be the same as in the run. If
+        they are not given, a path or hub id in the config of the run is used only with `trust_config`, and so is its cache:
+        a run file may come from an untrusted source. `method` is for runs of an unregistered method.
         """
         run = run if isinstance(run, Run) else Run(run)
         state = run.reader.server_state()
@@ -100,7 +100,7 @@ class LoadedRun:
         return self.server.round
 
     def number(self, client: str | int) -> int:
-        """The number of a client that is given by name or number; a name that is a number is a name first."""
+        """The number of a client, given by name or number; a name that consists of digits is first looked up as a name."""
         names = self.world.client_names
         if isinstance(client, str) and client in names:
             return names.index(client)
@@ -112,14 +112,14 @@ class LoadedRun:
         return number
 
     def received(self, client: int, world: World | None = None) -> Tensors:
-        """What a client is sent after the last round, audited as in the run; `world` may know more clients than the run."""
+        """The download of a client after the last round, audited as in the run; `world` may have more clients than the run."""
         world = world or self.world
         tensors = dict(self.method.download(world, self.server.for_clients([client]), client))
         wire.audit_download(tensors, world.roles, world.client_names[client])
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def bank(self, labelled: Source | None = None) -> LazyBank:
-        """The training images of all clients: those of the run, or, for whoever asks, `labelled` ones."""
+        """The training images of all clients: `labelled` ones if given, otherwise those of the run."""
 
         def own() -> ImageBank:
             source, manifest = self._source(), self.run.manifest()
@@ -135,7 +135,7 @@ class LoadedRun:
 
     def _source(self) -> Source:
         """The images the run was trained on."""
-        why = f"{self.config.label} looks at a client's training images before it predicts, but"
+        why = f"{self.config.label} reads a client's training images before it predicts, but"
         if self.config.engine.kind == "flower":
             raise RunError(f"{why} those of run {str(self.run.directory)!r} are at the sites")
         self.require_images()
@@ -145,7 +145,7 @@ class LoadedRun:
             raise DataError(f"{why} {error}") from error
 
     def states(self, node: str | Path | None = None) -> ClientStates:
-        """What the clients keep to themselves: in the run file, beside it (simulated nodes), or with a `node` of a site."""
+        """The private states of clients: in the run file, next to it (simulated nodes), or in the `node` directory of a site."""
         if node is not None:
             return ClientStates(_of_node(self.run, Path(node)))
         if self.config.engine.kind == "flower":
@@ -155,9 +155,9 @@ class LoadedRun:
     def fitted(
         self, client: int, bank: ImageBank, states: ClientStates, world: World | None = None, epochs: int | None = None
     ) -> Tensors:
-        """The parameters a client predicts with, made as an evaluation makes them at the point of `federation.evaluate_at`.
+        """The parameters that a client predicts with, computed as in an evaluation at `federation.evaluate_at`.
 
-        `epochs` is how long a client that is held out fits itself, where that is not what the run's settings say.
+        `epochs` replaces the run's setting for fitting a held-out client.
         """
         world, config = world or self.world, self.config
         if epochs is not None:
@@ -168,7 +168,7 @@ class LoadedRun:
         return {name: tensor.detach() for name, tensor in params.items()}
 
     def with_newcomer(self, name: str) -> tuple[World, int]:
-        """The world with one client more that never trained, and its number."""
+        """The world with one additional client that never trained, and its number."""
         number = self.world.clients
         names = (*self.world.client_names, name)
         return replace(self.world, client_names=names, newcomers=self.world.newcomers | {number}), number
@@ -180,7 +180,7 @@ class LoadedRun:
 def _check_weights(run: Run, found: str) -> None:
     stored = run.reader.fact("backbone")
     if found != stored:
-        rule = f"be the ones run {str(run.directory)!r} was trained with ({str(stored)[:12]}...)"
+        rule = f"be those that run {str(run.directory)!r} was trained with ({str(stored)[:12]}...)"
         raise BackboneError(broken("weights of the backbone", rule, found[:12] + "..."))
 
 
@@ -194,7 +194,7 @@ def _class_names(run: Run) -> tuple[str, ...]:
 
 
 def _of_node(run: Run, directory: Path) -> Callable[[int], bytes | None]:
-    """How to read a state that a node of a site keeps in its own directory."""
+    """A function that reads the state in the directory of a site's node."""
 
     def read(client: int) -> bytes | None:
         blob = run.reader.client_state(client)
@@ -203,7 +203,7 @@ def _of_node(run: Run, directory: Path) -> Callable[[int], bytes | None]:
         kept = wire.decode(blob)
         if KEPT_AS not in kept:
             raise ConfigError(
-                broken("--state", "be absent where the run file holds the clients' states", str(directory))
+                broken("--state", "be absent if the run file contains the clients' states", str(directory))
             )
         folder = directory / NODE_STATES / str(run.reader.fact(RUN_ID)) / str(client)
         try:

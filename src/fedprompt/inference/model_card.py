@@ -78,26 +78,26 @@ def licence(backbone: str) -> str:
     return "none: random weights" if backbone in NAMED else NO_LICENCE
 
 
-def readme(said: Mapping[str, Any]) -> str:
+def readme(card: Mapping[str, Any]) -> str:
     """The card as a page."""
-    run, backbone, agreement, metrics = said["run"], said["backbone"], said["agreement"], said["metrics"]
-    classes = ", ".join(said["classes"][:FEW]) + (
-        f" and {len(said['classes']) - FEW} more" if len(said["classes"]) > FEW else ""
+    run, backbone, agreement, metrics = card["run"], card["backbone"], card["agreement"], card["metrics"]
+    classes = ", ".join(card["classes"][:FEW]) + (
+        f" and {len(card['classes']) - FEW} more" if len(card["classes"]) > FEW else ""
     )
     tested = (
         f"{metrics['accuracy']:.1%} of its {metrics['test_images']} test images right in round {metrics['round']} of the run"
         if metrics
         else "the run has no test of this client"
     )
-    return f"""# {said["client"]}, {said["method"]["label"]}
+    return f"""# {card["client"]}, {card["method"]["label"]}
 
-The model of one client of a federation, trained with fedprompt: prompts and a classifier around a frozen backbone. {_exactness(said)}
+The model of one client of a federation, trained with fedprompt: prompts and a classifier around a frozen backbone. {_exactness(card)}
 
 | | |
 |---|---|
-| method | {said["method"]["label"]} |
-| classes | {len(said["classes"])}: {classes} |
-| client's data | {_shape(said["data"])} |
+| method | {card["method"]["label"]} |
+| classes | {len(card["classes"])}: {classes} |
+| client's data | {_shape(card["data"])} |
 | measured | {tested} |
 | this export | agrees with fedprompt on the class of {agreement["same_class"]:.1%} of {agreement["images"]} images ({agreement["on"]}); \
 probabilities differ by {agreement["largest_difference"]:.1g} at most |
@@ -105,7 +105,7 @@ probabilities differ by {agreement["largest_difference"]:.1g} at most |
 | backbone | {backbone["name"]} ({backbone["class"]}), digest {str(backbone["digest"])[:16]} |
 | versions | {", ".join(f"{name} {version}" for name, version in sorted((run["versions"] or {}).items()))} |
 | licence of the backbone | {licence(backbone["name"])} |
-| licence of prompts and classifier | whatever the client says: they were made from its images |
+| licence of prompts and classifier | decided by the client: they were trained on its images |
 
 ## Use
 `client.json` says how the tensors of `client.safetensors` go around the backbone{_where(backbone)}.
@@ -113,24 +113,24 @@ The code that does it is in fedprompt's docs/export.md: some lines of transforme
 `parameters.safetensors` holds all tensors the method predicts with, under its own names.
 
 ## Meant for
-Images like those of this client, and its classes. The classifier always answers with one of them, whatever it is shown.
+Images like those of this client, and its classes. The classifier answers with one of them for any image.
 
 ## Limits
-- It was made for one client and measured on that client's images alone. Others may be served worse.
-- Probabilities are not calibrated unless somebody has checked that they are.
-- Images must be prepared as `client.json` says: {said["image"]["size"]} pixels a side, {said["image"]["resize"]}.
+- It was made for one client and measured on that client's images only. It may be worse for others.
+- Do not assume that probabilities are calibrated: measure it first.
+- Images must be prepared as `client.json` says: {card["image"]["size"]} pixels a side, {card["image"]["resize"]}.
 
 ## Privacy
-{_privacy(said)}
+{_privacy(card)}
 """
 
 
-def _exactness(said: Mapping[str, Any]) -> str:
-    if said["exact"]:
+def _exactness(card: Mapping[str, Any]) -> str:
+    if card["exact"]:
         return "It computes what fedprompt computes for this client."
     return (
         "**This is an approximation**, not the client's own model: "
-        + "; ".join(said["replaced"])
+        + "; ".join(card["replaced"])
         + ". The table says how well the two agree."
     )
 
@@ -153,18 +153,18 @@ def _shape(data: Mapping[str, Any]) -> str:
     return f"{images}{data['source']}, one of {data['clients']} clients"
 
 
-def _privacy(said: Mapping[str, Any]) -> str:
-    private = ", ".join(f"`{name}`" for name in said["private"])
+def _privacy(card: Mapping[str, Any]) -> str:
+    private = ", ".join(f"`{name}`" for name in card["private"])
     own = (
-        f"Tensors that never left this client are inside ({private}): whoever has these files has them."
+        f"Tensors that never left this client are inside ({private}): anyone with these files can read them."
         if private
         else "The method keeps no tensors of the client's own, but what it shares was trained on the clients' images."
     )
-    epsilon = said["run"]["epsilon"]
+    epsilon = card["run"]["epsilon"]
     if epsilon is not None:
-        spent = f"The run spent a privacy budget of epsilon = {epsilon:.3g} on what was uploaded; what stayed local is outside of it."
-    elif said["run"]["private"]:
+        spent = f"The run spent a privacy budget of epsilon = {epsilon:.3g} on what was uploaded; it does not cover what stayed local."
+    elif card["run"]["private"]:
         spent = "Updates were bounded but not noised: that is no differential privacy."
     else:
         spent = "The run was not differentially private."
-    return f"{own} They may give away something of its training images. {spent}"
+    return f"{own} They may reveal something about its training images. {spent}"

@@ -76,12 +76,12 @@ class Tally:
         }
 
     def sentence(self) -> str:
-        told = [f"{self.images} image{'s' * (self.images != 1)}"]
+        parts = [f"{self.images} image{'s' * (self.images != 1)}"]
         if self.failed:
-            told.append(f"{self.failed} unreadable")
+            parts.append(f"{self.failed} unreadable")
         if self.accuracy is not None:
-            told.append(f"accuracy {100 * self.accuracy:.1f} % ({self.correct} of {self.labelled} with a label)")
-        return ", ".join(told)
+            parts.append(f"accuracy {100 * self.accuracy:.1f} % ({self.correct} of {self.labelled} with a label)")
+        return ", ".join(parts)
 
     def complaint(self) -> DataError | None:
         """The error that ends the command after all other pictures are predicted."""

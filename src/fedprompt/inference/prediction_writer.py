@@ -18,12 +18,12 @@ from fedprompt.inference.trained_client import TrainedClient
 from fedprompt.io.safe_text import safe_cell, safe_line
 
 LOOKED_AT = 64  # rows that decide how wide the columns of a table are
-WIDEST = 48  # letters of an image's name in a table; of a longer one the end is shown
+WIDEST = 48  # characters of an image's name in a table; a longer name is cut at its start
 FORMATS = {".csv": "csv", ".json": "json"}  # of a file, by its suffix
 
 
 def table_lines(rows: Iterable[Row], classes: Sequence[str], top: int) -> Iterator[str]:
-    """A table that is printed while predictions arrive."""
+    """A table, printed while predictions arrive."""
     rows = iter(rows)
     first = list(islice(rows, LOOKED_AT))
     name_width = min(WIDEST, max([len("image"), *(len(row.image) for row in first)]))

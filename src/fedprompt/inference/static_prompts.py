@@ -67,8 +67,8 @@ def constant(client: TrainedClient, reference: np.ndarray) -> Constant:
     if client.method.reads not in FEATURES:
         read = ", ".join(client.method.reads)
         raise ConfigError(
-            f"{client.config.label} cannot be exported: it reads {read} of the backbone and weighs them anew for every image, "
-            "which no fixed classifier does; use `fedprompt predict`"
+            f"{client.config.label} cannot be exported: it reads {read} of the backbone and weights them differently for every image, "
+            "which a fixed classifier cannot do; use `fedprompt predict`"
         )
     with torch.no_grad():
         plans = [_plan(client, part) for part in _parts(client, reference)]
@@ -77,8 +77,8 @@ def constant(client: TrainedClient, reference: np.ndarray) -> Constant:
         first = plans[0]
         fixed = Constant(slots, first.given.weights, client.method.reads, torch.empty(0), torch.empty(0), ())
         features = torch.cat([fixed.feature(plan.images, torch.arange(len(plan.images))) for plan in plans])
-        told = _read_out(client, plans, fixed.slots)
-    weight, bias, linear = tangent(told, features)
+        read_out = _read_out(client, plans, fixed.slots)
+    weight, bias, linear = tangent(read_out, features)
     if not linear:
         replaced.append("the classifier is the tangent of the client's at the mean image")
     return replace(fixed, weight=weight, bias=bias, replaced=tuple(replaced))
@@ -142,7 +142,7 @@ def _read_out(client: TrainedClient, plans: list[_Plan], slots: tuple[VisionProm
     extras = [{name: _by_image(value, plan) for name, value in plan.given.extra.items()} for plan in plans]
     means = {name: torch.cat([each[name] for each in extras]).mean(0) for name in given.extra}
     needed = {name: torch.cat([plan.batch.features[name] for plan in plans]).mean(0) for name in method.needs}
-    untouched = not slots and not given.weights  # the feature without prompts is then the one that is read
+    untouched = not slots and not given.weights  # then the feature without prompts is the one that is read
     width = client.backbone.shape.width
 
     def logits(feature: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ def _read_out(client: TrainedClient, plans: list[_Plan], slots: tuple[VisionProm
         if untouched:
             everyone |= {name: rows[name] for name in everyone if name in rows}
         seen = Seen(**rows, text=text, extra={name: value.expand(count, *value.shape) for name, value in means.items()})
-        asked = replace(batch, labels=batch.labels[:1].expand(count), features=everyone)
-        return method.logits(world, client.params, seen, asked, {})
+        expanded = replace(batch, labels=batch.labels[:1].expand(count), features=everyone)
+        return method.logits(world, client.params, seen, expanded, {})
 
     return logits
 
@@ -179,8 +179,8 @@ def tangent(function: Callable[[Tensor], Tensor], features: Tensor) -> tuple[Ten
     with torch.no_grad():
         bias = function(centre.unsqueeze(0))[0] - weight @ centre
         probes = torch.cat([features, 2 * features[:8].flip(-1), torch.zeros_like(features[:1])])
-        told, said = function(probes), F.linear(probes, weight, bias)
-        linear = bool((told - said).abs().max() <= 1e-4 * told.abs().max().clamp_min(1))
+        exact, approximate = function(probes), F.linear(probes, weight, bias)
+        linear = bool((exact - approximate).abs().max() <= 1e-4 * exact.abs().max().clamp_min(1))
     return weight, bias, linear
 
 
@@ -196,9 +196,9 @@ class Agreement:
     same_class: float
     """Share of images that both put into the same class."""
     accuracy: float | None
-    """Of the constant model, where there are labels."""
+    """Of the constant model, if there are labels."""
     own_accuracy: float | None
-    """Of the client's own."""
+    """Of the client's own model."""
 
     @classmethod
     def measured(

@@ -1,6 +1,6 @@
 """The model of one client after a run, ready to predict: three lines from a run directory to probabilities.
 
-from fedprompt.inference.client import TrainedClient
+from fedprompt.inference.trained_client import TrainedClient
 client = TrainedClient.open("runs/demo", "client_0")
 print(client.probabilities(["cat.jpg"]))
 """
@@ -36,24 +36,24 @@ Picture = str | Path | Image.Image | np.ndarray  # a file, a decoded image, or a
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a client says of B images."""
+    """Predictions of a client for B images."""
 
     draws: Tensor
-    """(V, B, C) in float64: class probabilities of every draw; V is 1 for prompts that are no random variables."""
+    """(V, B, C) in float64: class probabilities of every draw; V is 1 for prompts that are not random."""
 
     @property
     def probabilities(self) -> Tensor:
-        """(B, C): the mean over the draws, which is what counts as the prediction."""
+        """(B, C): the mean over the draws, which is the prediction."""
         return self.draws.mean(0)
 
     @property
     def entropy(self) -> Tensor:
-        """(B,) in nats: how undecided the prediction is, for whatever reason."""
+        """(B,) in nats: the total uncertainty of the prediction."""
         return entropy(self.probabilities)
 
     @property
     def mutual_information(self) -> Tensor | None:
-        """(B,) in nats: how much the draws disagree, H(mean) - mean H; None where there is one draw only."""
+        """(B,) in nats: how much the draws disagree, H(mean) - mean H; None if there is only one draw."""
         if len(self.draws) == 1:
             return None
         return (self.entropy - entropy(self.draws).mean(0)).clamp_min(0)
@@ -66,11 +66,11 @@ class TrainedClient:
     opened: LoadedRun
     """The run: server, backbone, settings."""
     world: World
-    """As this client knows it; that of a newcomer has one client more than the run."""
+    """The world of this client; that of a newcomer has one client more than the run."""
     index: int
     """Its number."""
     params: Tensors
-    """What its method predicts with, by name; on the device of the backbone."""
+    """The tensors its method predicts with, by name; on the device of the backbone."""
 
     @classmethod
     def open(
@@ -85,12 +85,12 @@ class TrainedClient:
         data: str | Path | None = None,
         trust_config: bool = False,
     ) -> TrainedClient:
-        """The client of this name or number as the last evaluation of the run saw it, whether it was tested then or not.
+        """The client of this name or number as in the last evaluation of the run, even if it was not tested then.
 
         Needs `run.db` and the weights of the backbone. A method that fits itself to a client's training images before it
-        predicts also needs these: where the run found them, or `labelled` ones in their place. `state` is the directory
-        of a site's node, for runs over sites, which keep what is their own to themselves. `data` and `trust_config`
-        are those of `LoadedRun.open`.
+        predicts also needs these: at their path in the run, or `labelled` ones instead. `state` is the directory of a site's node,
+        for runs over sites, which do not send their private tensors. For `data` and `trust_config` see
+        `LoadedRun.open`.
         """
         if not isinstance(run, LoadedRun):
             run = LoadedRun.open(run, weights, device, data=data, trust_config=trust_config)
@@ -113,7 +113,7 @@ class TrainedClient:
 
     @property
     def backbone(self) -> ViT:
-        """Frozen, and the very one the run was trained with."""
+        """The frozen backbone that the run was trained with."""
         return self.opened.backbone
 
     @property
@@ -127,7 +127,7 @@ class TrainedClient:
 
     @property
     def batch_size(self) -> int:
-        """Images that are predicted at once, as in an evaluation."""
+        """Images per batch, as in an evaluation."""
         return self.config.federation.evaluation_batch
 
     def probabilities(self, pictures: np.ndarray | Sequence[Picture]) -> Tensor:
@@ -135,10 +135,10 @@ class TrainedClient:
         return self.predict(pictures).probabilities
 
     def predict(self, pictures: np.ndarray | Sequence[Picture], generator: Stream | None = None) -> Prediction:
-        """What the client says of images: pixels (B, S, S, 3) of the backbone's size, or pictures of any size.
+        """The client's predictions for images: pixels (B, S, S, 3) of the backbone's size, or pictures of any size.
 
         Random draws of a Bayesian prompt come from `generator`; a new one of `stream()` unless given. The client's test
-        images in their order give the very numbers of the run's evaluation.
+        images in their order give exactly the numbers of the run's evaluation.
         """
         pixels = pictures if isinstance(pictures, np.ndarray) else self.pixels(pictures)
         generator = generator or self.stream()
@@ -163,24 +163,24 @@ class TrainedClient:
         return np.stack(found) if found else np.empty((0, size, size, 3), dtype=np.uint8)
 
     def images(self, pixels: np.ndarray) -> Images:
-        """Pixels as the step functions of `client.step` want them: features of any name and tokens of any block."""
+        """Pixels in the form that `client.step` needs: features of any name and tokens of any block."""
         return as_images(pixels, self.backbone)
 
     def batch(self, images: Images) -> Batch:
-        """All of some images as one batch, with the un-prompted features the method needs."""
+        """All images as one batch, with the features without prompts that the method needs."""
         return make_batch(self.method, images, torch.arange(len(images)), training=False)
 
     def forward(self, images: Images, batch: Batch, noise: Tensors) -> Seen:
-        """What the frozen backbone returns of the images with this client's prompts in it."""
+        """The output of the frozen backbone for the images, with this client's prompts."""
         return forward(self.method, self.world, self.params, images, torch.arange(len(images)), batch, noise)
 
     def noise(self, size: int, generator: Stream | None = None) -> Tensors:
-        """The random draws of a prediction of so many images; empty for methods without."""
+        """The random draws for the prediction of `size` images; empty for methods without randomness."""
         drawn = self.method.noise(self.world, size, False, generator or self.stream())
         return {name: tensor.to(self.world.device) for name, tensor in drawn.items()}
 
     def stream(self) -> Stream:
-        """The random draws of an evaluation of this client in the last round, from their beginning."""
+        """A new generator with the random draws of this client's evaluation in the last round."""
         return stream(self.config.seed, self.round, self.index, "evaluation")
 
 

@@ -18,7 +18,7 @@ from fedprompt.backbones.vit import ViT
 from fedprompt.errors import BackboneError
 from fedprompt.tensors import Tensors
 
-TOLERANCE = 1e-4  # most that the two may differ in a number of the final norm's output, of size 1
+TOLERANCE = 1e-4  # largest allowed difference in the final norm's output, whose values are about 1
 
 
 def architecture(shape: ViTShape) -> tuple[str, Any]:
@@ -47,7 +47,7 @@ def architecture(shape: ViTShape) -> tuple[str, Any]:
     if shape.mlp == "plain" and not (shape.ln_pre or shape.layer_scale) and shape.extra_tokens < 2:
         kind = "DeiT" if shape.extra_tokens else "ViT"
         return f"{kind}Model", getattr(transformers, f"{kind}Config")(**common)
-    raise BackboneError(f"the backbone must be a ViT, DeiT, DINOv2 or CLIP to be handed to transformers, got {shape}")
+    raise BackboneError(f"the backbone must be a ViT, DeiT, DINOv2 or CLIP to be exported to transformers, got {shape}")
 
 
 def _ratio(shape: ViTShape) -> int:
@@ -59,12 +59,12 @@ def _ratio(shape: ViTShape) -> int:
         if shape.mlp_width == (hidden if shape.mlp == "plain" else (int(hidden * 2 / 3) + 7) // 8 * 8):
             return ratio
     raise BackboneError(
-        f"the MLP must be as wide as a DINOv2 of width {shape.width} can have it, got {shape.mlp_width}"
+        f"the width of the MLP must be possible for a DINOv2 of width {shape.width}, got {shape.mlp_width}"
     )
 
 
 def parameter_names(shape: ViTShape) -> dict[str, str]:
-    """Of every parameter of the `transformers` model, what it is here; queries, keys and values are apart."""
+    """Our name of every parameter of the `transformers` model; queries, keys and values are separate."""
     import transformers
 
     name, config = architecture(shape)
@@ -85,8 +85,8 @@ def as_transformers(backbone: ViT) -> Any:
     pieces = split_projections({each: tensor.float().cpu() for each, tensor in backbone.weights.items()}, shape)
     lead, position = pieces["lead"], pieces["position"]
     if not any(found == "patch.bias" for found in known.values()):
-        position = position + pieces["patch.bias"]  # added to every patch, either way
-    pieces |= {"cls": lead[:1], "distillation": lead[1:], "registers": lead[1:]}  # their positions are in them already
+        position = position + pieces["patch.bias"]  # it is added to every patch in both cases
+    pieces |= {"cls": lead[:1], "distillation": lead[1:], "registers": lead[1:]}  # their positions are already added
     for each, ours in known.items():
         if ours == "positions":
             spare = state[each].numel() // shape.width - len(position)
@@ -98,9 +98,7 @@ def as_transformers(backbone: ViT) -> Any:
 
 
 def split_projections(weights: Tensors, shape: ViTShape) -> Tensors:
-    """All weights, and those that are stacked here one by one too: queries, keys and values, and both halves of a gated
-    MLP.
-    """
+    """All weights, plus the parts of stacked ones: queries, keys and values, and both halves of a gated MLP."""
     stacked = {
         "attention.in": ("query", "key", "value"),
         **({"mlp.in": ("gate", "up")} if shape.mlp == "swiglu" else {}),

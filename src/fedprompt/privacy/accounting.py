@@ -1,9 +1,9 @@
-"""What noise is worth: epsilon of a run at a given delta, and the noise for a given epsilon.
+"""Privacy accounting: epsilon of a run at a given delta, and the noise for a given epsilon.
 
-z is the noise multiplier of `privacy.mechanism`: the noise on a release over its bound S. The figures are for one client
-as a whole, and which change of a client they hide depends on where the noise is added:
+z is the noise multiplier of `privacy.mechanism`: the noise on a release divided by its bound S. The figures protect one
+whole client. Which change of a client they hide depends on where the noise is added:
 
-| noise at | sampling | neighbours | sensitivity | reckoned with |
+| noise at | sampling | neighbours | sensitivity | computed with |
 |---|---|---|---|---|
 | server | all clients, or poisson | one client added or left out | S | closed form, or privacy loss distributions |
 | server | fixed, n of N | one client's data replaced | 2 S | Renyi divergences |
@@ -11,25 +11,25 @@ as a whole, and which change of a client they hide depends on where the noise is
 
 * T releases of multiplier m without sampling are one Gaussian mechanism of multiplier m / sqrt(T), whose epsilon is known
   in closed form (Balle and Wang 2018).
-* A client that was not drawn has told nothing, which makes a draw that is kept secret an amplifier of noise at the server.
-  With a fixed number of places a client that leaves makes room for another, so two of them move: hence 2 S. The library
-  wants the noise over the sensitivity for draws without replacement and does not double by itself, so it is given z / 2.
-  Its bound is loose where noise is small; poisson sampling has the better figures.
-* Sampling never makes things worse, so the closed form without it is an upper bound for every row, and the smaller figure counts.
-* Noise at the client or its steps hides from the server too, and the server sees who replied: there is no amplification.
+* * A client that was not drawn has released nothing, so a secret draw amplifies the privacy of noise at the server. With a
+  cohort of fixed size, a client that leaves is replaced by another, so two clients change: this gives 2 S. For draws
+  without replacement the library expects the noise divided by the sensitivity and does not double it, so it gets z / 2.
+  Its bound is loose for small noise; poisson sampling has better figures.
+* * Sampling never increases epsilon, so the closed form without it is an upper bound for every row; the smaller figure is used.
+* Noise at the client or at its steps also protects against the server, which sees who replied: there is no amplification.
 
-The noise is a discrete Gaussian on a grid (`privacy.mechanism`), and the figures are those of the continuous one. They stand:
+The noise is a discrete Gaussian on a grid (`privacy.mechanism`), and the figures are those of the continuous one. They are valid:
 
 * Its Renyi divergences are no larger than the continuous ones, on any grid (Canonne, Kamath and Steinke 2020, theorem 4 and
-  the proposition behind it), and so is what is reckoned with them.
-* Closed form and privacy loss distributions hold for a continuous Gaussian that is rounded to the grid, since rounding tells
-  nothing. P(x) of the rounded one over P(x) of the discrete one is, within 13 sigma and up to terms far below,
+  the proposition after it), and so is every figure computed from them.
+* Closed form and privacy loss distributions hold for a continuous Gaussian that is rounded to the grid, since rounding
+  reveals nothing. P(x) of the rounded one over P(x) of the discrete one is, within 13 sigma and up to terms far below,
   the mean of exp(-(2 x t + t^2) / (2 sigma^2)) over t in (-1/2, 1/2), which is within exp(±7.2 / sigma^2). So T releases of d
   numbers each cost at most 15 d T / sigma^2 more in epsilon, and 2 d T / 2^120 in delta. With sigma = z 2^40 steps, a million
-  numbers, a thousand rounds and z = 0.1 that is 1.3e-12. On a coarse grid it would count: at sigma = 0.7 steps
-  and delta 1e-5 the library has 6.96 for the discrete and 6.65 for the continuous mechanism.
+  numbers, a thousand rounds and z = 0.1 that is 1.3e-12. On a coarse grid it would matter: at sigma = 0.7 steps
+  and delta 1e-5 the library gives 6.96 for the discrete and 6.65 for the continuous mechanism.
 
-This module knows no torch; the library `dp_accounting` is the extra `[dp]`.
+This module is free of torch; the library `dp_accounting` is in the extra `[dp]`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from typing import Literal
 from fedprompt.errors import ConfigError, broken
 
 PRECISION = 1e-4  # of a calibrated noise multiplier, relative
-TINY = 1e-12  # an epsilon that has a logarithm
-LEAST_SHARE = 1e-3  # of the noise without amplification: less is never proposed, however large delta is
-GRID = 1e-4  # of the scale of epsilon: the steps in which privacy losses are counted
-POINTS = 20_000  # at most about so many of them for one round
+TINY = 1e-12  # a positive epsilon, so that its logarithm exists
+LEAST_SHARE = 1e-3  # of the noise without amplification: the lower limit of the search, for any delta
+GRID = 1e-4  # step of the discretised privacy losses, relative to epsilon
+POINTS = 20_000  # approximate limit of these steps for one round
 ORDERS = (
     1.25,
     1.5,
@@ -59,23 +59,23 @@ ORDERS = (
     128,
     512,
     1024,
-)  # of Renyi divergences; the library needs long for some more
+)  # of Renyi divergences; the library is slow for some others
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is released over a run."""
+    """The releases of a run."""
 
     noise_at: Literal["client", "server", "step"]
     releases: int
-    """Noise at the server: rounds; else the most noised values (uploads, steps) that any one client sends."""
+    """Noise at the server: rounds; otherwise the largest number of noised values (uploads, steps) that one client sends."""
     clients: int = 1
-    """Those that take part in training."""
+    """Clients that take part in training."""
     cohort: float = 1
     """How many of them are drawn for a round; the expected number with poisson sampling."""
     sampling: Literal["fixed", "poisson"] = "fixed"
     surveys: int = 0
-    """Releases of every client apart from the rounds."""
+    """Releases of every client outside the rounds."""
 
     def __post_init__(self) -> None:
         for name in ("releases", "surveys"):
@@ -88,17 +88,17 @@ class Plan:
 
     @property
     def drawn(self) -> bool:
-        """Whether rounds have some of the clients only, and those who see the releases do not know which."""
+        """Whether a round has only some of the clients, and an observer of the releases does not know which."""
         return self.noise_at == "server" and self.cohort < self.clients
 
     @property
     def sensitivity(self) -> int:
-        """How far one client can move a release, as a multiple of the bound."""
+        """The largest change of a release by one client, as a multiple of the bound."""
         return 2 if self.noise_at != "server" or (self.drawn and self.sampling == "fixed") else 1
 
     @property
     def neighbours(self) -> str:
-        """What the figures hide."""
+        """The change that the figures hide."""
         return "one client's data replaced" if self.sensitivity == 2 else "one client added or left out"
 
     @property
@@ -108,7 +108,7 @@ class Plan:
 
 @lru_cache(maxsize=1024)
 def epsilon(noise: float, delta: float, plan: Plan) -> float:
-    """The epsilon that a plan spends at this noise multiplier; infinite without noise, 0 where nothing is released."""
+    """The epsilon that a plan spends at this noise multiplier; infinite without noise, 0 if nothing is released."""
     if not noise >= 0:
         raise ConfigError(broken("privacy.noise", "be at least 0", noise))
     _check_delta(delta)
@@ -156,8 +156,8 @@ def _check_delta(delta: float) -> None:
 
 
 def _poisson(multiplier: float, delta: float, plan: Plan, plain: float) -> float:
-    """Each client drawn with probability q. The steps of the privacy losses follow the scale of the result, so that
-    neither much noise nor little takes long; the library rounds losses up, so that it never says too little."""
+    """Each client is drawn with probability q. The step of the privacy losses follows the scale of the result, so that
+    the time is short for any noise. The library rounds losses up, so the result is never too small."""
     library, probability = _library(), plan.cohort / plan.clients
     reach = 10 / multiplier + 1 / (2 * multiplier**2)
     accountant = library.pld.PLDAccountant(
@@ -179,7 +179,7 @@ def _without_replacement(multiplier: float, delta: float, plan: Plan, plain: flo
 
 @lru_cache(maxsize=256)
 def _sampled_divergences(multiplier: float, clients: int, cohort: int) -> tuple[tuple[float, float], ...]:
-    """Orders and Renyi divergences of one round in which so many clients are drawn without replacement."""
+    """Orders and Renyi divergences of one round with a cohort drawn without replacement."""
     library = _library()
     accountant = library.rdp.RdpAccountant(ORDERS, library.NeighboringRelation.REPLACE_ONE)
     event = library.SampledWithoutReplacementDpEvent(clients, cohort, library.GaussianDpEvent(multiplier))
@@ -188,7 +188,7 @@ def _sampled_divergences(multiplier: float, clients: int, cohort: int) -> tuple[
 
 
 def _library() -> ModuleType:
-    """Imported when it is first needed: it brings SciPy along."""
+    """Imported on first use, because it imports SciPy."""
     try:
         import dp_accounting
         import dp_accounting.gaussian_mechanism

@@ -1,6 +1,6 @@
-"""What the privacy of a run costs: the noise its config asks for, and what has been spent so far.
+"""The privacy budget of a run: the noise that its config requires, and the epsilon spent so far.
 
-The run file keeps one event of kind `privacy` for every round, so that a resumed run goes on counting where it stopped.
+The run file contains one event of kind `privacy` for every round, so that a resumed run continues the count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedprompt.runs.store import PRIVACY, Event
 
 @dataclass(frozen=True)
 class Terms:
-    """The privacy a run has agreed on: settings, and the noise multiplier they come to."""
+    """The privacy of a run: its settings, and the noise multiplier that follows from them."""
 
     settings: PrivacyConfig
     noise: float
@@ -29,7 +29,7 @@ class Terms:
     """Clients in a cohort."""
     participants: Sequence[int]
     releases: Callable[[int], int]
-    """How many noised values one participation of a client sends: 1, or its training steps."""
+    """Noised values that a client sends in one participation: 1, or its training steps."""
 
     @classmethod
     def of(
@@ -40,7 +40,7 @@ class Terms:
         steps: Callable[[int], int],
         away: Callable[[int], Collection[int]] = lambda round: (),
     ) -> Terms | None:
-        """None where nothing is private. `steps` counts the training steps of a client, `away` tells who cannot be picked in a round."""
+        """None if the run is not private. `steps` counts the training steps of a client, `away` gives the clients absent in a round."""
         if config.privacy is None:
             return None
         settings, federation = config.privacy, config.federation
@@ -56,7 +56,7 @@ class Terms:
     def plans(
         self, config: Config, surveys: int, away: Callable[[int], Collection[int]] = lambda round: ()
     ) -> list[Plan]:
-        """What a run of this config has released after each of its rounds."""
+        """The releases of a run of this config after each of its rounds."""
         federation, sent, found = config.federation, Counter[int](), []
         for round in range(1, federation.rounds + 1):
             poisson = federation.sampling == "poisson"
@@ -67,18 +67,18 @@ class Terms:
         return found
 
     def plan(self, config: Config, surveys: int, rounds: int, releases: int) -> Plan:
-        """A plan of so many rounds, in which no client made more than so many releases."""
+        """A plan of some rounds, with the largest number of releases of a client."""
         at, sampling = self.settings.noise_at, config.federation.sampling
         releases = rounds if at == "server" else releases
         return Plan(at, releases, len(self.participants), self.expected, sampling, surveys)
 
     def sent_by(self, cohort: Sequence[int]) -> dict[int, int]:
-        """The releases of each client of a cohort. Who was refused has sent as much as the others."""
+        """The releases of each client of a cohort. A refused client has sent as much as the others."""
         return {client: self.releases(client) for client in cohort}
 
 
 class Budget:
-    """Counts releases. What is counted is what was sent, also in a round that had to be repeated."""
+    """Counts releases: everything that was sent, also in a round that was repeated."""
 
     def __init__(self, config: Config, terms: Terms, spent: Iterable[Mapping[str, Any]] = ()) -> None:
         self._config, self._terms = config, terms
@@ -89,21 +89,21 @@ class Budget:
             self._count(cost)
 
     def survey(self) -> Event:
-        """Everybody was asked for statistics."""
+        """Count a survey of all clients."""
         return self._note({"surveys": 1})
 
     def round(self, cohorts: Sequence[Sequence[int]], next_clip: float | None) -> Event:
-        """A round was made, with one cohort for every attempt at it."""
+        """Count a round, with one cohort for every attempt."""
         attempts = len(cohorts)
         sent = {str(client): count for client, count in sorted(self._sent(cohorts).items())}
         return self._note({"rounds": attempts, "releases": sent, "clip": self.clip, "next_clip": next_clip})
 
     def move_clip(self, next_clip: float) -> Event:
-        """The bound of the next round, where the round it follows from was noted already."""
+        """Restore the bound of the next round, if its round was already counted."""
         return self._note({"next_clip": next_clip})
 
     def affords(self, cohorts: Sequence[Sequence[int]], surveys: int = 0) -> bool:
-        """Whether so many more attempts at a round, each with its cohort, and surveys stay within the budget."""
+        """Whether these further attempts at a round (one cohort each) and surveys stay within the budget."""
         most = self._terms.settings.max_epsilon
         if most is None:
             return True
@@ -124,8 +124,8 @@ class Budget:
     def _note(self, cost: dict[str, Any]) -> Event:
         self._count(cost)
         spent = self.epsilon
-        told = {"epsilon": spent if math.isfinite(spent) else None, "delta": self._terms.settings.delta}
-        return Event(None, PRIVACY, json.dumps({**told, "noise": self._terms.noise, **cost}))
+        spending = {"epsilon": spent if math.isfinite(spent) else None, "delta": self._terms.settings.delta}
+        return Event(None, PRIVACY, json.dumps({**spending, "noise": self._terms.noise, **cost}))
 
     def _count(self, cost: Mapping[str, Any]) -> None:
         self._surveys += cost.get("surveys", 0)
@@ -136,7 +136,7 @@ class Budget:
 
 
 def settled(config: Config, terms: Terms | None) -> Config:
-    """The config with the noise of privacy that was found for it, so that others need not find it again."""
+    """The config with the calibrated noise, so that other processes need not calibrate it again."""
     if config.privacy is None or terms is None:
         return config
     privacy = config.privacy.model_copy(update={"noise": terms.noise, "target_epsilon": None})

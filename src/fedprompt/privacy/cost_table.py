@@ -1,4 +1,4 @@
-"""What the privacy of a config costs, for people and as plain values."""
+"""The privacy cost of a config, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def privacy_rows(config: Config, terms: Terms, plans: Sequence[Plan]) -> dict[st
 
 
 def privacy_text(row: dict[str, Any]) -> str:
-    what = "rounds" if row["noise_at"] == "server" else "releases of the client that makes most"
+    what = "rounds" if row["noise_at"] == "server" else "releases of the client with the most"
     drawn = f"{row['cohort']:g} of {row['clients']} clients in a round ({row['sampling']})"
     survey = " and a survey before the first" if row["surveys"] else ""
     lines = [

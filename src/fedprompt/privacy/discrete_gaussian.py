@@ -1,21 +1,21 @@
 """Whole numbers with Gaussian noise: P(x) proportional to f(x) = exp(-x^2 / (2 sigma^2)) for x in Z.
 
-Noise on whole numbers has no low bits that would give a true value away, as noise in floating point has (Mironov 2012), and
-for differential privacy it is as good as the continuous one (Canonne, Kamath and Steinke 2020; see `privacy.accounting`).
+Noise in floating point has low bits that can reveal a true value (Mironov 2012). Noise on whole numbers has none, and for
+differential privacy it is as good as the continuous one (Canonne, Kamath and Steinke 2020; see `privacy.accounting`).
 
-They sample by rejection from a discrete Laplace distribution, number by number. Here the proposal is a staircase below which
-f fits closely, so that about 97 of 100 proposals are taken and all steps are operations on arrays:
+They sample by rejection from a discrete Laplace distribution, number by number. Here the proposal is a step function just
+above f, so that about 97 of 100 proposals are accepted and all steps are array operations:
 
     |x| = k w + u    with w a power of two of about sigma / 16 to sigma / 32 (1 for a small sigma), u uniform in 0..w-1,
     k               with probability a_k / 2^16 for whole numbers a_k > s f(k w), read from a table of 2^16 entries,
-    sign            one bit; a negative zero is thrown away,
-    x is taken      with probability s f(x) / a_k, which is below 1 because f falls.
+    sign            one bit; a negative zero is rejected,
+    x is accepted   with probability s f(x) / a_k, which is below 1 because f falls.
 
-What is exact. Blocks, offsets and signs are bits as they come. Whether a number is taken is decided by a real number V, uniform
-in [0, 1), of which 64 bits are drawn: V < s f(x) / a_k. Floating point decides where the two sides differ by more than
-`MARGIN`, which is a thousand times its error; the rest, one in 2^39, is decided in decimal arithmetic with as many digits
-and as many further bits of V as it takes. So the result is a discrete Gaussian exactly, but for numbers beyond
-13 sigma, which are never drawn: their probability is below 2^-120. That also makes it the same on every machine.
+What is exact. Blocks, offsets and signs are random bits without any arithmetic. A number is accepted if V < s f(x) / a_k for a
+real number V, uniform in [0, 1), of which 64 bits are drawn. Floating point decides if the two sides differ by more than
+`MARGIN`, which is a thousand times its error. The other cases, one in 2^39, are decided in decimal arithmetic with as many
+digits and further bits of V as needed. So the result is exactly a discrete Gaussian, except for numbers beyond
+13 sigma, which are never drawn: their probability is below 2^-120. The result is also the same on every machine.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from fedprompt.errors import ConfigError, broken
 
 REACH = 13  # standard deviations
 INDEX_BITS = 16  # of a word; they choose the block
-FEWEST = 16  # blocks within a standard deviation, where there are so many numbers
+FEWEST = 16  # blocks within a standard deviation, if it has at least as many numbers
 LARGEST = 2.0**48  # sigma, so that every number is a float64 and fits into a word with its block and sign
 MARGIN = 2.0**-40
-CHUNK = 2**13  # numbers at once: arrays that stay in the cache of a processor, and that no new pages are fetched for
-ONE = np.float64(1).view(np.uint64)  # the bits of 1.0, which make numbers in [1, 2) of 52 others
+CHUNK = 2**13  # numbers per array, so that arrays stay in the processor's cache
+ONE = np.float64(1).view(np.uint64)  # the bits of 1.0; with 52 random bits they form a number in [1, 2)
 
 
 class Words(Protocol):
-    """Where random bits come from: a key stream, or in a simulation a stream that follows from the seed."""
+    """A source of random bits: a key stream or, in a simulation, a stream derived from the seed."""
 
     def words(self, count: int) -> NDArray[np.uint64]: ...
 
 
 def discrete_gaussian(count: int, sigma: float, source: Words) -> NDArray[np.int64]:
-    """So many independent draws."""
+    """`count` independent draws."""
     if not 0 < sigma <= LARGEST:
         raise ConfigError(broken("sigma of discrete noise", f"be in (0, {LARGEST:g}]", sigma))
     stairs, found, done = _staircase(sigma), np.empty(count, np.int64), 0
@@ -70,12 +70,12 @@ class _Staircase:
     heights: NDArray[np.int64]
     """a_k."""
     blocks: NDArray[np.int16]
-    """k for every index; one more than there are for indices that stand for none."""
+    """k for every index; indices without a block get the number of blocks."""
     ratios: NDArray[np.float64]
-    """s / a_k, and 0 for none."""
+    """s / a_k, and 0 for indices without a block."""
 
     def taken(self, count: int, source: Words) -> NDArray[np.int64]:
-        """Those of so many proposals that are taken."""
+        """The accepted ones of `count` proposals."""
         words = source.words(2 * count)
         proposed, lots = words[:count], words[count:]
         blocks = self.blocks.take((proposed & np.uint64(2**INDEX_BITS - 1)).view(np.int64))
@@ -102,12 +102,12 @@ class _Staircase:
         return sizes[taken]
 
     def exactly_taken(self, size: int, block: int, lot: int, source: Words) -> bool:
-        """Whether V < s f(x) / a_k, where V begins with the 64 bits of `lot`. What is in no block never is."""
+        """Whether V < s f(x) / a_k, where V begins with the 64 bits of `lot`. False for a number without a block."""
         if block == len(self.heights):
             return False
         bits = 64
         while True:
-            with localcontext(prec=bits // 3 + 20) as context:  # 3 bits have less than a digit
+            with localcontext(prec=bits // 3 + 20) as context:  # 3 bits are less than one decimal digit
                 exponent = -(Decimal(size) ** 2) / (2 * Decimal(self.sigma) ** 2)
                 chance = exponent.exp() * self.scale / int(self.heights[block]) * 2**bits
                 slack = Decimal(10) ** (15 - context.prec) * 2**bits

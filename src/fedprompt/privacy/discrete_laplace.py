@@ -1,7 +1,7 @@
 """Noise for counts: whole numbers x with probability proportional to exp(-|x| / scale), drawn without any rounding.
 
-Only whole numbers are used, so there is no floating point whose gaps could give the noise away, and every coin comes from the
-operating system. Free of torch.
+Only whole numbers are used, so there are no gaps of floating point that could reveal the noise. Every random bit comes from
+the operating system. Free of torch.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from fractions import Fraction
 
 
 def discrete_laplace(scale: Fraction) -> int:
-    """One draw. A count that one image moves by at most s keeps it hidden to epsilon = s / scale."""
+    """One draw. For a count that one image changes by at most s, it gives epsilon = s / scale."""
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
     return _successes(1 / scale) - _successes(1 / scale)
 
 
 def _successes(gamma: Fraction) -> int:
-    """How often a coin that shows heads with probability exp(-gamma) does so before it first does not."""
+    """The number of heads before the first tail, for a coin with P(heads) = exp(-gamma)."""
     count = 0
     while _coin_exp(gamma):
         count += 1
@@ -26,7 +26,7 @@ def _successes(gamma: Fraction) -> int:
 
 
 def _coin_exp(gamma: Fraction) -> bool:
-    """True with probability exp(-gamma): one coin for each whole unit, and one for what is left."""
+    """True with probability exp(-gamma): one coin for each whole unit, and one for the rest."""
     whole, rest = divmod(gamma, 1)
     return all(_coin_exp_small(Fraction(1)) for _ in range(int(whole))) and _coin_exp_small(Fraction(rest))
 

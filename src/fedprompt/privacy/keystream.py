@@ -1,8 +1,8 @@
 """Random words that cannot be predicted without a key: the key stream of ChaCha20 (RFC 8439).
 
-Noise hides something only as long as it cannot be worked out. The words of a statistical generator can: the state of a
-Mersenne Twister is a linear function of its output, and some hundreds of noised numbers whose true values are known give
-all others away. A key is used for one release and then forgotten, so the nonce may stay 0.
+Noise protects only if it cannot be computed. The output of a statistical generator can: the state of a Mersenne Twister is
+a linear function of its output, so a few hundred noised numbers with known true values reveal all others. A key is used for
+one release and then discarded, so the nonce may stay 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORD = np.dtype("<u8")
 
 
 class Keystream:
-    """Words of 64 bits. There is no way back: a key stream gives each of its words once."""
+    """Words of 64 bits. A key stream gives each of its words once."""
 
     def __init__(self, key: bytes) -> None:
         try:
@@ -38,11 +38,11 @@ class Keystream:
 
 
 def new_keystream() -> Keystream:
-    """One that is not known to anyone."""
+    """A key stream with a new random key."""
     return Keystream(secrets.token_bytes(KEY_BYTES))
 
 
-def derived_keystream(secret: int, *told: bytes) -> Keystream:
-    """One that follows from a secret of 256 bits and everything that is told, by HMAC-SHA-256."""
-    message = b"".join(hashlib.sha256(each).digest() for each in told)
+def derived_keystream(secret: int, *inputs: bytes) -> Keystream:
+    """A key stream derived from a secret of 256 bits and all inputs, by HMAC-SHA-256."""
+    message = b"".join(hashlib.sha256(each).digest() for each in inputs)
     return Keystream(hmac.digest(secret.to_bytes(KEY_BYTES, "little"), message, "sha256"))

@@ -1,30 +1,30 @@
-"""Client-level differential privacy of what is uploaded: bounds, noise, and a bound that follows the updates.
+"""Client-level differential privacy of uploads: clipping, noise, and a bound that adapts to the updates.
 
-A release is what one client sends at one occasion. Its tensors fall into G groups: the shared tensors, as their
-difference to what the client received, are one vector; every statistic is one of its own. Group g is shortened to
-L2 norm S_g at most and gets Gaussian noise of standard deviation
+A release is one upload of one client. Its tensors form G groups: the shared tensors, as their difference to what the
+client received, are one group; every statistic is a separate group. Group g is clipped to L2 norm S_g and gets Gaussian
+noise of standard deviation
 
     sigma_g = z * sqrt(G) * S_g,   so that   sum_g S_g^2 / sigma_g^2 = 1 / z^2:
 
 all groups together are one Gaussian mechanism of multiplier z, for a client that takes part or sends zeros instead.
-What that amounts to over a run is reckoned in `privacy.accounting`.
+The total over a run is computed in `privacy.accounting`.
 
 The noise is discrete. With a grid of S_g / R (R = 2^40 steps, fewer for a multiplier above 64) the numbers v of group g become
-whole numbers, round(v R / S_g), get discrete Gaussian noise as whole numbers, and are multiplied by S_g / R again. What
-leaves is a function of the noised whole numbers and of what the server knows anyway: floating point rounds before or after
-the noise, never together with it.
+whole numbers, round(v R / S_g), get discrete Gaussian noise as whole numbers, and are multiplied by S_g / R again. The
+upload is a function of the noised whole numbers and of values that the server already has: floating point rounds before
+or after the noise, never together with it.
 
-Rounding moves each of the d numbers of a group by half a step at most, and floating point by less than 2^-11 steps more. So a
-vector that is no longer than S_g (1 + 10^-12) is no longer than R + sqrt(d) + 2 steps afterwards, and so is what one client adds to a
-sum. The noise is measured against that,
+Rounding changes each of the d numbers of a group by at most half a step, and floating point by less than 2^-11 steps more. So a
+vector of norm at most S_g (1 + 10^-12) has norm at most R + sqrt(d) + 2 steps afterwards, and so has the contribution of one
+client to a sum. The noise is relative to that,
 
     sigma in steps = ceil(z * sqrt(G) * (R + sqrt(d) + 2)),
 
-which keeps the multiplier true and makes the noise larger by a share of sqrt(d) / R: 1.4e-10 for 25 thousand numbers.
-(Where a secure sum comes before noise at the server, its own fixed point, off by 2^-33, is not in these figures.)
+which keeps the multiplier valid and increases the noise by a share of sqrt(d) / R: 1.4e-10 for 25 thousand numbers.
+(If a secure sum comes before noise at the server, its fixed-point error of 2^-33 is not in these figures.)
 
-Everything else is computed in double precision on the CPU and comes back in the dtype and on the device it had. The noise is
-only as secret as where its bits come from: a stream that is seeded by a published config hides nothing.
+Everything else is computed in double precision on the CPU and returned in its original dtype and device. The noise is
+only as secret as the source of its bits: a stream seeded by a published config hides nothing.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from fedprompt.errors import ConfigError, ContractError, broken
 from fedprompt.privacy.discrete_gaussian import Words, discrete_gaussian
 from fedprompt.tensors import Tensors
 
-CLIP = "privacy.clip"  # the download that tells a client the bound of the round, where it moves
-WITHIN = "privacy.within"  # the statistic that tells whether an update was within it
+CLIP = "privacy.clip"  # the download with the bound of the round, if it adapts
+WITHIN = "privacy.within"  # the statistic that is 1 if an update was within the bound
 FINEST = 40  # log2 of the steps of a bound
-LARGEST = 46  # log2 of the noise in steps, about, from which on there are fewer steps
-MOST_BOUNDS = 2.0**20  # that a sum may be long, so that whole numbers cannot run over
+LARGEST = 46  # log2 of the noise in steps, approximately, above which there are fewer steps
+MOST_BOUNDS = 2.0**20  # limit for the norm of a sum in bounds, so that whole numbers cannot overflow
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are shortened together, by name, and the longest they may be; None for any length."""
+    """Names of tensors that are clipped together, and their bound; None for no bound."""
 
     shapes: Mapping[str, tuple[int, ...]]
     bound: float | None
 
 
 def groups(roles: Roles, when: str, settings: PrivacyConfig, clip: float | None = None) -> tuple[Group, ...]:
-    """The groups of an upload, the shared tensors first. `clip` is their bound where it has moved from `settings.clip`.
+    """The groups of an upload, the shared tensors first. `clip` replaces `settings.clip` if the bound adapts.
 
-    Shared tensors whose gradients were noised at every step need nothing more, so with `noise_at: step` only statistics are left.
+    With `noise_at: step` the gradients of shared tensors were already noised, so only statistics are left.
     """
     found = []
     if when == "round" and settings.noise_at != "step" and roles.shared:
@@ -74,26 +74,26 @@ def groups(roles: Roles, when: str, settings: PrivacyConfig, clip: float | None 
 
 
 def bound_of(statistic: str, settings: PrivacyConfig) -> float | None:
-    """The longest a statistic may be."""
+    """The bound of a statistic."""
     bounds = (bound for pattern, bound in settings.clips.items() if fnmatchcase(statistic, pattern))
     return next(bounds, settings.clip)
 
 
 def as_sent(roles: Roles, settings: PrivacyConfig | None) -> Roles:
-    """The declared tensors, and the bit that goes with an update where the bound follows a quantile."""
+    """The declared tensors, and the bit that is sent with an update if the bound follows a quantile."""
     if settings is None or settings.quantile is None:
         return roles
     return replace(roles, stat={**roles.stat, WITHIN: Statistic(())})
 
 
 def update_of(upload: Tensors, received: Tensors) -> Tensors:
-    """How far each tensor of an upload is from what the client received; from zero where it received none, as with statistics."""
+    """The difference of each tensor of an upload to the received one; to zero if none was received, as for statistics."""
     for name in sorted(set(upload) & set(received)):
         if upload[name].shape != received[name].shape:
             raise ContractError(
                 broken(
                     f"upload {name!r}",
-                    f"have the shape it came with, {tuple(received[name].shape)}",
+                    f"have the shape that was sent, {tuple(received[name].shape)}",
                     tuple(upload[name].shape),
                 )
             )
@@ -104,10 +104,10 @@ def update_of(upload: Tensors, received: Tensors) -> Tensors:
 
 
 def bounded(upload: Tensors, received: Tensors, parts: Sequence[Group]) -> tuple[Tensors, tuple[float, ...]]:
-    """The upload with every group no longer than its bound, and the norms the groups had before.
+    """The upload with every group clipped to its bound, and the norms before clipping.
 
-    A group within its bound is passed on as it is, bit for bit. One beyond is scaled by S / norm and rounded towards what
-    was received, so that no rounding can lift it over the bound. NaN stays NaN: finding that is the guard's task.
+    A group within its bound stays bit-identical. A longer one is scaled by S / norm and rounded towards the received
+    tensors, so that rounding cannot lift it over the bound. NaN stays NaN: the guard detects it.
     """
     updates = update_of(upload, received)
     kept, norms = dict(upload), []
@@ -123,8 +123,8 @@ def bounded(upload: Tensors, received: Tensors, parts: Sequence[Group]) -> tuple
 
 
 def noised(upload: Tensors, received: Tensors, parts: Sequence[Group], noise: float, source: Words) -> Tensors:
-    """The bounded upload of one client with noise on every group. A group that is not finite becomes NaN as a whole: where
-    in it that happened is not reported, and the guard refuses it."""
+    """The bounded upload of one client with noise on every group. A group that is not finite becomes NaN completely: the
+    position of the NaN is not revealed, and the guard refuses it."""
     if not noise:
         return dict(upload)
     updates, result = update_of(upload, received), dict(upload)
@@ -149,9 +149,9 @@ def noised_sum(
         shared:     reference + (sum_i (x_i - reference) + N(0, sigma^2)) / expected
         statistic:  sum_i x_i + N(0, sigma^2)
 
-    Every client counts once, and the divisor is the expected size of a cohort, since the true one depends on who is in it.
-    A cohort that happens to be empty gives noise alone. `counts` says of how many clients an upload is the mean (of its
-    shared tensors) and the sum (of its statistics), where a secure sum has come before.
+    Every client counts once, and the divisor is the expected size of a cohort, since the true size depends on its members.
+    An empty cohort gives noise alone. After a secure sum, `counts` is the number of clients in an upload: it is their
+    mean (shared tensors) and their sum (statistics).
     """
     if not expected > 0:
         raise ConfigError(broken("expected cohort", "be positive", expected))
@@ -174,7 +174,7 @@ def noised_sum(
 
 
 def noised_gradients(gradients: Tensors, clip: float | None, noise: float, source: Words) -> Tensors:
-    """The gradients of one step, shortened together to norm `clip` at most, with noise of standard deviation noise * clip."""
+    """The gradients of one step, clipped together to norm `clip`, with noise of standard deviation noise * clip."""
     parts = [Group({name: tuple(gradients[name].shape) for name in sorted(gradients)}, clip)]
     return noised(bounded(gradients, {}, parts)[0], {}, parts, noise, source)
 
@@ -194,14 +194,14 @@ def noised_share(within: float, participants: float, expected: float, bit_noise:
     """
     total = within - participants / 2
     if bit_noise:
-        steps = _steps(bit_noise)  # of 1; a half of it is a whole number of them, so nothing is rounded
+        steps = _steps(bit_noise)  # of 1; a half is a whole number of steps, so nothing is rounded
         total = (round(total * steps) + int(discrete_gaussian(1, math.ceil(bit_noise * steps), source)[0])) / steps
     return total / expected + 0.5
 
 
 def bit_noise_for(noise: float, expected: float) -> float:
-    """A noise on the sum of bits that costs the updates little: a twentieth of the cohort, but not less than the multiplier
-    itself, with which the updates get noise that is 15 % larger. None where updates get none."""
+    """The noise on the sum of bits: a twentieth of the cohort, which costs the updates little, but not less than the
+    multiplier itself, which makes the noise of the updates 15 % larger. None if updates get no noise."""
     return max(expected / 20, noise) if noise else 0.0
 
 
@@ -226,9 +226,7 @@ def _noised_sums(
         zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
         return {name: sum(numbers[name], zeros[name]) for name in shapes}
     if part.bound is None:
-        raise ConfigError(
-            broken("privacy.clip", "be a number where there is noise, which is measured against it", None)
-        )
+        raise ConfigError(broken("privacy.clip", "be a number if there is noise, which is relative to it", None))
     steps = _steps(multiplier)
     grid, size = part.bound / steps, sum(math.prod(shape) for shape in shapes.values())
     sigma = math.ceil(multiplier * (steps + math.sqrt(size) + 2))
@@ -249,7 +247,7 @@ def _noised_sums(
 
 
 def _steps(multiplier: float) -> float:
-    """Into how many steps a bound is divided: a power of two."""
+    """The number of steps of a bound: a power of two."""
     return 2.0 ** min(FINEST, LARGEST - math.frexp(multiplier)[1])
 
 

@@ -1,4 +1,4 @@
-"""What the server adds to a private round: noise on a sum of updates, and the bound that follows their norms."""
+"""The server's part of a private round: noise on a sum of updates, and the bound that follows their norms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedprompt.tensors import Tensors
 
 @dataclass(frozen=True)
 class ServerNoise:
-    """The noise of one run. With a `secret` it is one that clients cannot know."""
+    """The noise of one run. With a `secret`, clients cannot compute it."""
 
     config: Config
     world: World
@@ -28,7 +28,7 @@ class ServerNoise:
     secret: int | None = None
 
     def total(self, replies: Sequence[LocalUpdate], server: Server, when: str, clip: float | None) -> Tensors:
-        """The noised mean of what arrived, with rows of too few images withheld."""
+        """The noised mean of the replies, without rows of too few images."""
         terms = self.terms
         parts = mechanism.groups(self.world.roles, when, terms.settings, clip)
         noise = terms.noise if when == "start" else mechanism.update_noise(terms.noise, self._bit_noise)
@@ -41,24 +41,26 @@ class ServerNoise:
             terms.expected,
             noise,
             self._words("privacy", server.round + (when == "round"), replies, reference, clip),
-            [float(reply.samples) for reply in replies],  # of how many clients it is the mean: one, or a secure sum's
+            [
+                float(reply.samples) for reply in replies
+            ],  # number of clients in the mean: one, or the cohort of a secure sum
         )
         return wire.withhold_small(total, self.world.roles.statistics(when))
 
     def next_clip(self, replies: Sequence[LocalUpdate], round: int, clip: float | None) -> float | None:
-        """The bound of the next round, where it follows the updates."""
+        """The bound of the next round, if it follows the updates."""
         settings = self.terms.settings
         if clip is None or settings.quantile is None:
             return None
         within = sum(float(reply.upload[mechanism.WITHIN]) for reply in replies)
-        asked = float(sum(reply.samples for reply in replies))
+        clients = float(sum(reply.samples for reply in replies))
         source = self._words("privacy.clip", round, replies, {}, clip)
-        share = mechanism.noised_share(within, asked, self.terms.expected, self._bit_noise, source)
+        share = mechanism.noised_share(within, clients, self.terms.expected, self._bit_noise, source)
         return mechanism.next_clip(clip, share, settings.quantile, settings.quantile_rate)
 
     @property
     def _bit_noise(self) -> float:
-        """Noise on the number of updates within the bound; infinite where it is not used."""
+        """Noise on the number of updates within the bound; infinite if it is not used."""
         if self.terms.settings.quantile is None:
             return math.inf
         return mechanism.bit_noise_for(self.terms.noise, self.terms.expected)
@@ -66,11 +68,11 @@ class ServerNoise:
     def _words(
         self, purpose: str, round: int, replies: Sequence[LocalUpdate], reference: Tensors, clip: float | None
     ) -> Words:
-        """Where sites must not know the noise, its key follows from a secret and from all that the noise is added to: a
-        round that is made again after the server was killed has the same noise if it has the same updates, so that
-        they are never seen twice with different noise, and otherwise noise that has nothing to do with the first.
+        """If sites must not know the noise, its key is derived from a secret and from all data that the noise is added to.
+        A round that is repeated after a crash of the server then has the same noise for the same updates, so they are
+        never published twice with different noise. For other updates the noise is independent.
         """
         if self.secret is None:
             return stream(self.config.seed, round, SERVER, purpose)
-        told = f"{purpose}/{round}/{clip!r}".encode()
-        return derived_keystream(self.secret, told, wire.encode(reference), *(wire.pack(reply) for reply in replies))
+        label = f"{purpose}/{round}/{clip!r}".encode()
+        return derived_keystream(self.secret, label, wire.encode(reference), *(wire.pack(reply) for reply in replies))

@@ -1,7 +1,7 @@
-"""Digests of a run file: one of every row, and one link of every transaction, each over the one before.
+"""Digests of a run file: one for every row, and one link for every transaction, which includes the link before it.
 
-They tell of accidents and of edits by hand. They have no key: whoever changes a file on purpose can make them anew, all of them up to
-the last link. Against that helps only a link that was noted elsewhere (`fedprompt verify --head`).
+They detect accidents and manual edits. They have no key: an attacker who changes a file can recompute all of them up to the
+last link. Only a link that was noted elsewhere protects against that (`fedprompt verify --head`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOTHING = bytes(BYTES)
 
 
 def row_digest(table: str, values: Sequence[Value]) -> bytes:
-    """Of a row: the table, and every value with its type and length, so that no two rows are written alike."""
+    """Digest of a row: the table, and every value with its type and length, so that different rows give different bytes."""
     sha = hashlib.sha256(table.encode())
     for value in values:
         if isinstance(value, bytes):
@@ -34,17 +34,17 @@ def row_digest(table: str, values: Sequence[Value]) -> bytes:
 
 
 def digest_of(digests: Iterable[bytes]) -> bytes:
-    """Of rows in their order."""
+    """Digest of rows in their order."""
     return hashlib.sha256(b"".join(digests)).digest()[:BYTES]
 
 
 def facts_digest(facts: Mapping[str, str]) -> bytes:
-    """Of the facts, as text by key."""
+    """Digest of the facts, as text by key."""
     return digest_of(row_digest("facts", (key, facts[key])) for key in sorted(facts))
 
 
 def added(total: bytes, new: Iterable[bytes], old: Iterable[bytes] = ()) -> bytes:
-    """The sum over all rows of a table in which rows were replaced. It needs none of the others."""
+    """The sum over a table after some rows were replaced, computed from the old sum and these rows only."""
     number = int.from_bytes(total, "big")
     number += sum(int.from_bytes(each, "big") for each in new) - sum(int.from_bytes(each, "big") for each in old)
     return (number & ((1 << (8 * BYTES)) - 1)).to_bytes(BYTES, "big")
@@ -52,20 +52,20 @@ def added(total: bytes, new: Iterable[bytes], old: Iterable[bytes] = ()) -> byte
 
 @dataclass(frozen=True)
 class Link:
-    """What a transaction wrote, and how it left the tables whose rows are replaced. Digests are in hexadecimal."""
+    """What a transaction wrote, and the state of the tables whose rows are replaced. Digests are in hexadecimal."""
 
     round: int | None = None
-    """Of a transaction that ends a round."""
+    """The round, if the transaction ends one."""
     rounds: int = 0
-    """How many rounds there are."""
+    """Number of rounds."""
     record: str = ""
     """The digest of its row in `rounds`, which covers its evaluations."""
     last_event: int = 0
-    """How many events there are."""
+    """Number of events."""
     events: str = ""
-    """Over those of this transaction."""
+    """Digest of the events of this transaction."""
     facts: str = ""
-    """Over all facts, which never change."""
+    """Digest of all facts, which never change."""
     server: str = ""
     """The digest of the server's state."""
     states: str = NOTHING.hex()
@@ -80,7 +80,7 @@ class Link:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Link:
-        """From what `text` wrote; a ValueError where it is something else."""
+        """Parse the output of `text`; ValueError for anything else."""
         kinds = {each.name: type(each.default) for each in fields(cls)} | {"round": int | None}
         if set(values) != set(kinds) or not all(isinstance(values[name], kind) for name, kind in kinds.items()):
             raise ValueError(f"must have exactly {', '.join(kinds)}")
@@ -88,5 +88,5 @@ class Link:
 
 
 def chained(previous: bytes, text: str) -> bytes:
-    """A link over the one before it; the first one is over nothing."""
+    """A link that includes the one before it; the first link has none before it."""
     return hashlib.sha256(previous + text.encode()).digest()

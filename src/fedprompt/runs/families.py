@@ -1,7 +1,7 @@
-"""Which runs are repetitions of each other, what to call them, and what keeps them from being compared.
+"""Which runs repeat each other, their labels, and the differences that make runs incomparable.
 
-A family is what one table row or one curve stands for. Runs that stopped at different rounds never share one: their
-mean would mix a trained model with a half-trained one.
+A family is one table row or one curve. Runs that stopped at different rounds never share a family: their mean would mix
+a trained model with a half-trained one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fedprompt.runs.run import Run
 
 # settings that must agree before two accuracies can be compared at all
 TASK = ("data", "partition", "backbone", "federation.held_out")
-BUDGET = ("federation",)  # settings that change how long was trained and how it was measured
-IGNORED = (*NO_RESULT, "seed")  # what `Config.family` leaves out: none of it makes another family
+BUDGET = ("federation",)  # settings of the length of training and of the measurement
+IGNORED = (*NO_RESULT, "seed")  # settings that `Config.family` ignores
 
 Settings = dict[str, Any]  # a config as `section.field` -> value
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """A name in a table or a legend, and how far its runs got."""
+    """A name in a table or a legend, and the progress of its runs."""
 
     label: str
-    """The method, and what tells it from a family of the same method."""
+    """The method, and how it differs from other families of the same method."""
     rounds: int
     of: int
 
@@ -38,13 +38,13 @@ class Labelled:
 
     @property
     def title(self) -> str:
-        """The label, with the warning that belongs to it wherever it is printed."""
+        """The label, with a warning if the runs are not finished."""
         return self.label if self.finished else f"{self.label} ({self.rounds}/{self.of} rounds)"
 
 
 @dataclass(frozen=True)
 class Family(Labelled):
-    """Runs with the same settings apart from the seed, on the same images and weights, that got equally far."""
+    """Runs with the same settings except the seed, on the same images and weights, stopped at the same round."""
 
     digest: str
     """`Config.family()`."""
@@ -56,9 +56,9 @@ class Family(Labelled):
 
 
 def families(runs: Sequence[Run], *swept: str) -> list[Family]:
-    """Runs grouped by family, by what they found and by the round they reached, in the order in which each first appears.
+    """Runs grouped by family, by their images and weights, and by their last round, in order of first appearance.
 
-    Labels leave swept settings and sections out, so that families that differ in nothing else have the same one.
+    Labels omit swept settings and sections, so families that differ only in these have the same label.
     """
     groups: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
@@ -79,7 +79,7 @@ def families(runs: Sequence[Run], *swept: str) -> list[Family]:
 
 
 def found_by(run: Run) -> Settings:
-    """The identity of the images and weights a run found: the same path can hold other files next week."""
+    """The identity of the images and weights of a run: the files at a path can change."""
     manifest = run.reader.fact("manifest")
     source = manifest.get("source") if isinstance(manifest, dict) else None
     return {
@@ -89,7 +89,7 @@ def found_by(run: Run) -> Settings:
 
 
 def _found_elsewhere(runs: Sequence[Run], *swept: str) -> dict[tuple[str, str], str]:
-    """What a label has to add where runs of the same settings found different images or weights."""
+    """The suffix of a label if runs of the same settings used different images or weights."""
     alike: dict[str, dict[str, Settings]] = {}
     for run in runs:
         found = found_by(run)
@@ -98,8 +98,8 @@ def _found_elsewhere(runs: Sequence[Run], *swept: str) -> dict[tuple[str, str], 
     for digest, several in alike.items():
         for key, found in several.items():
             fields = [field for field in found if len({written(each[field]) for each in several.values()}) > 1]
-            told = [field for field in fields if not any(inside(field, name) for name in swept)]
-            added[digest, key] = "".join(f" {field.partition('.')[0]} {written(found[field])[:8]}" for field in told)
+            shown = [field for field in fields if not any(inside(field, name) for name in swept)]
+            added[digest, key] = "".join(f" {field.partition('.')[0]} {written(found[field])[:8]}" for field in shown)
     return added
 
 
@@ -109,7 +109,7 @@ def rounds_done(run: Run) -> int:
 
 
 def labels(runs: Sequence[Run], *swept: str) -> dict[str, str]:
-    """A label for each family: the method, and where several families share it, the settings in which they differ."""
+    """A label for each family: the method, and the settings in which families of the same method differ."""
     configs = {run.config.family(): run.config for run in runs}
     alike: dict[str, dict[str, Settings]] = {}
     for digest, config in configs.items():
@@ -121,21 +121,21 @@ def labels(runs: Sequence[Run], *swept: str) -> dict[str, str]:
         fields = sorted(field for field in varied if not any(inside(field, name) for name in swept))
         flat = {digest: flatten(settings) for digest, settings in found.items()}
         long, brief = (
-            {digest: " ".join([label, *_told(own, fields, nulls)]) for digest, own in flat.items()}
+            {digest: " ".join([label, *_differences(own, fields, nulls)]) for digest, own in flat.items()}
             for nulls in (True, False)
         )
         names |= brief if len(set(brief.values())) == len(set(long.values())) else long
     return names
 
 
-def _told(settings: Settings, fields: Sequence[str], nulls: bool) -> list[str]:
-    """`field=value` of what a label has to tell; what is switched off is left out where labels stay different."""
-    told = [field for field in fields if tells(settings, field, fields)]
-    return [f"{field}={short(settings, field)}" for field in told if nulls or short(settings, field) != "null"]
+def _differences(settings: Settings, fields: Sequence[str], nulls: bool) -> list[str]:
+    """`field=value` for the fields of a label; null values are omitted if labels stay different without them."""
+    shown = [field for field in fields if is_shown(settings, field, fields)]
+    return [f"{field}={short(settings, field)}" for field in shown if nulls or short(settings, field) != "null"]
 
 
-def tells(settings: Settings, field: str, fields: Sequence[str]) -> bool:
-    """Whether a label needs the field: not one of a section that is absent, nor a section of which something else is told."""
+def is_shown(settings: Settings, field: str, fields: Sequence[str]) -> bool:
+    """Whether a label needs the field: no field of an absent section, and no section of which a field is shown."""
     absent = any(value is None and field != name and inside(field, name) for name, value in settings.items())
     return not absent and (field in settings or not any(field != other and inside(other, field) for other in fields))
 
@@ -152,7 +152,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Settings:
 
 
 def short(settings: Settings, field: str) -> str:
-    """A value as an override would write it; a method's own field may be absent, and then has its default."""
+    """A value as in an override; an absent field of a method has its default."""
     if field in settings:
         return written(settings[field])
     return "given" if any(inside(name, field) for name in settings) else "default"
@@ -163,22 +163,22 @@ def written(value: Any) -> str:
 
 
 def settings_of(run: Run) -> Settings:
-    """What decides whether runs can be compared: the settings, and what they found."""
+    """What decides whether runs can be compared: the settings, and the images and weights."""
     return flatten(run.config.model_dump(mode="json", include={*TASK, *BUDGET})) | found_by(run)
 
 
 def section(settings: Settings, names: Sequence[str]) -> Settings:
-    """The part of the settings that lies in the named sections."""
+    """The settings of the named sections."""
     return {field: value for field, value in settings.items() if any(inside(field, name) for name in names)}
 
 
 def inside(field: str, name: str) -> bool:
-    """Whether a field is the named setting, or lies in the named section."""
+    """Whether a field is the named setting, or belongs to the named section."""
     return field == name or field.startswith(f"{name}.")
 
 
 def disagreements(named: Sequence[tuple[str, Settings]], names: Sequence[str]) -> list[str]:
-    """Each setting of the named sections that is not the same everywhere, and who has which value.
+    """Each setting of the named sections that differs between runs, with the runs of each value.
 
     A line reads `data.source: tiny (fedvpt, local) | cifar10 (head_tune)`.
     """

@@ -1,4 +1,4 @@
-"""The one writer of a run, and what goes wrong with the disk it writes to."""
+"""The lock that allows a single writer of a run, and errors of the disk."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from fedprompt.errors import RunError, StorageError, broken
 from fedprompt.runs.tables import DAMAGE
 
 LOCK = "run.lock"
-LOCK_PAUSE = 0.2  # seconds between two tries to become the one writer
+LOCK_PAUSE = 0.2  # seconds between two attempts to get the lock
 
 
 class Lock(Protocol):
-    """Held until it is let go."""
+    """Held until it is released."""
 
     def release(self) -> None: ...
 
 
 def locked(directory: Path, patience: float = 0.0) -> Lock:
-    """The lock of a run; the operating system drops it when the process dies, however it dies.
+    """The lock of a run; the operating system releases it when the process dies for any reason.
 
-    Its file is opened as it is: a link is not followed, and nothing in it is changed.
+    Its file is opened without following links, and its content is not changed.
     """
     from filelock import FileLock, Timeout  # only writers need it
 
     path = directory / LOCK
     with disk(directory):
         if path.is_symlink() or (path.exists() and not stat.S_ISREG(os.lstat(path).st_mode)):
-            raise RunError(broken(repr(str(path)), "be a plain file", "a link or another thing"))
+            raise RunError(broken(repr(str(path)), "be a plain file", "a link or another kind of file"))
         lock = FileLock(path, thread_local=False, poll_interval=LOCK_PAUSE)
         try:
             lock.acquire(timeout=patience)
@@ -44,7 +44,7 @@ def locked(directory: Path, patience: float = 0.0) -> Lock:
 
 @contextmanager
 def disk(path: Path) -> Iterator[None]:
-    """Disk trouble becomes one clear error, and so does a damaged file; the run file keeps its last committed round."""
+    """Turn disk errors and damaged files into one clear error; the run file keeps its last committed round."""
     try:
         yield
     except sqlite3.OperationalError as error:

@@ -1,4 +1,4 @@
-"""A run that was written: what it was told to do and what came out. Reads `run.db` only, without torch."""
+"""A stored run: its settings and its results. Reads `run.db` only, without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Run:
         try:
             return configuration.parse(self._fact("config"), check_names=False)
         except ConfigError as error:
-            raise RunError(f"run: {str(self.directory)!r} has a config that is not understood: {error}") from error
+            raise RunError(f"run: {str(self.directory)!r} has a config that cannot be read: {error}") from error
 
     @property
     def name(self) -> str:
@@ -46,8 +46,8 @@ class Run:
             raise self._damaged("fact 'clients'") from error
 
     def manifest(self) -> Manifest:
-        """Who held which images, to look at or to give to another run."""
-        from fedprompt.data.partition.manifest import Manifest  # numpy only where it is wanted
+        """The images of every client, to inspect or to use in another run."""
+        from fedprompt.data.partition.manifest import Manifest  # imports numpy only if needed
 
         try:
             return Manifest.from_facts(self.reader.fact)
@@ -72,7 +72,7 @@ class Run:
         return found
 
     def evaluations(self, round: int) -> dict[int, dict[str, Any]]:
-        """What was counted for every client in one round, by client number."""
+        """The counts of every client in one round, by client number."""
         found, clients = self.reader.evaluations(round), len(self.clients)
         for client, result in found.items():
             if not 0 <= client < clients or not is_result(result):
@@ -80,7 +80,7 @@ class Run:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """The figures tables are made of: means over the last evaluated rounds, the best round, bytes and seconds."""
+        """The figures for tables: means over the last evaluated rounds, the best round, bytes and seconds."""
         records = self.rounds()
         seconds: dict[str, float] = {}
         for record in records:
@@ -105,12 +105,12 @@ class Run:
         }
 
     def refused(self) -> dict[str, int]:
-        """How many updates the guard kept out, by rule."""
+        """Number of updates that the guard refused, by rule."""
         rules = [str(detail.get("rule")) for detail in self.reader.details(REFUSED)]
         return {rule: rules.count(rule) for rule in sorted(set(rules))}
 
     def epsilon(self) -> float | None:
-        """What the last round brought the privacy spent to; None where nothing is private, infinite without noise."""
+        """The privacy spent until the last round; None if the run is not private, infinite without noise."""
         costs = self.reader.details(PRIVACY)
         if not costs:
             return None
@@ -141,7 +141,7 @@ class Run:
 
 
 def require_same_ground(stored: RunReader, frozen: str, manifest: Manifest, verb: str, advice: str = "") -> None:
-    """Raise unless a run rests on this backbone, known by its digest, and on this partition."""
+    """Raise unless a run was started with this backbone (by its digest) and this partition."""
     from fedprompt.data.partition.manifest import stored_checksum
 
     same = {
@@ -151,13 +151,13 @@ def require_same_ground(stored: RunReader, frozen: str, manifest: Manifest, verb
     for what, holds in same.items():
         if not holds:
             raise RunError(
-                f"run {str(stored.directory)!r} cannot be {verb}: the {what} are not the ones it was started with{advice}"
+                f"run {str(stored.directory)!r} cannot be {verb}: the {what} are not those it was started with{advice}"
             )
 
 
 def require_same_streams(stored: RunReader, verb: str) -> None:
-    """Raise where a run drew its random numbers in another way, so that starts, cohorts and shuffles cannot be drawn again."""
-    from fedprompt.random_streams import EDITION  # knows torch
+    """Raise if a run used another edition of the random streams: its starts, cohorts and shuffles cannot be repeated."""
+    from fedprompt.random_streams import EDITION  # imports torch
 
     found = stored.fact(STREAMS) or 1
     if found != EDITION:

@@ -1,4 +1,4 @@
-"""What a run file is made of: the tables of every format version, their columns, and the types of what is in them."""
+"""The schema of a run file: the tables of every format version, their columns and their types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from functools import cache
 from types import UnionType
 
 VERSION = 3
-READABLE = (1, 2, VERSION)  # version 1 has no pool of its own, versions 1 and 2 have no digests; neither can be resumed
+READABLE = (
+    1,
+    2,
+    VERSION,
+)  # version 1 has no table for the pool, versions 1 and 2 have no digests; neither can be resumed
 
 _OLD = """
 CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -25,7 +29,7 @@ _OLD_POOL = """
 CREATE TABLE pool (client INTEGER PRIMARY KEY, round INTEGER NOT NULL, kind TEXT NOT NULL, row BLOB NOT NULL);
 CREATE TABLE pool_cells (only INTEGER PRIMARY KEY CHECK (only = 0), round INTEGER NOT NULL, centres BLOB NOT NULL);
 """
-# a digest stands before what is long: SQLite need not go through that to find it
+# a digest comes before long columns, so SQLite can read it without them
 SCHEMA = """
 CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE rounds (
@@ -50,7 +54,7 @@ CREATE TABLE links (number INTEGER PRIMARY KEY, link BLOB NOT NULL, parts TEXT N
 """
 SCHEMAS = {1: _OLD, 2: _OLD + _OLD_POOL, VERSION: SCHEMA}
 
-# the columns a digest is made of, in this order, and what they hold; a row of events goes by its row number
+# the columns covered by a digest, in this order, with their types; a row of events is identified by its row number
 COLUMNS: Mapping[str, Mapping[str, type | UnionType]] = {
     "rounds": {
         "round": int,
@@ -69,14 +73,14 @@ COLUMNS: Mapping[str, Mapping[str, type | UnionType]] = {
     "pool": {"client": int, "round": int, "kind": str, "row": bytes},
     "pool_cells": {"only": int, "round": int, "centres": bytes},
 }
-NEW_COLUMNS = {"rounds": {"evaluations": "x''"}}  # what stands for them in files without digests
+NEW_COLUMNS = {"rounds": {"evaluations": "x''"}}  # their values in files without digests
 
-Definitions = dict[tuple[str, str], str]  # the words by which every table was made, by kind and name
+Definitions = dict[tuple[str, str], str]  # the SQL that created every table, by kind and name
 
 
 @cache
 def definitions(version: int) -> Definitions:
-    """As SQLite itself writes the schema of a version down."""
+    """The schema of a version as SQLite stores it."""
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(SCHEMAS[version])
         rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
@@ -84,5 +88,5 @@ def definitions(version: int) -> Definitions:
 
 
 def plain_sql(text: str | None) -> str:
-    """SQL without the freedom of its spaces."""
+    """SQL with normalised spaces."""
     return " ".join((text or "").split())

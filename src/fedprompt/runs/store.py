@@ -1,9 +1,9 @@
 """A run is one file: SQLite in WAL mode, one transaction a round, tensors as opaque safetensors bytes.
 
-A process killed at any instant loses at most the round under way. A power cut may, besides, take what was committed within a second
-after the last commit that waited for the disk: a second of work, which resuming repeats. Every row has a digest, and every
-transaction adds a link to a chain over all of them (`fedprompt.runs.digests`): what is read is held against its digest.
-This module knows no torch, so that reading a run is instant.
+A process killed at any instant loses at most the current round. A power cut may also lose commits of the second after the last
+commit that waited for the disk; resuming repeats that work. Every row has a digest, and every transaction adds a link to a chain
+over all of them (`fedprompt.runs.digests`). Every row is checked against its digest when it is read.
+This module is free of torch, so that reading a run is fast.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from fedprompt.runs.tables import DAMAGE, RunTables
 FILE = "run.db"
 MOST_ARGUMENTS = 500  # of one query
 WAIT_EVERY = 1.0  # seconds, at least, between two commits that wait for the disk
-NO_DIGESTS = "no digests: made by an older version"  # what is told of a file whose content cannot be checked
-REFUSED = "refused"  # the kind of an event that tells of an update the guard kept out
-RUN_ID = "run_id"  # the fact of a run file whose clients are on nodes: what tells the run from all others there
-STREAMS = (
-    "streams"  # the fact that tells the edition of the random streams a run drew from; absent in runs before edition 2
-)
-UNTESTED = "untested"  # the kind of event that tells why a client was not evaluated
-PRIVACY = "privacy"  # the kind of the event that tells what a round cost
+NO_DIGESTS = "no digests: made by an older version"  # shown for a file whose content cannot be checked
+REFUSED = "refused"  # the kind of event for an update that the guard refused
+RUN_ID = "run_id"  # the fact with the id of a run whose clients are on nodes
+STREAMS = "streams"  # the fact with the edition of the run's random streams; absent in runs before edition 2
+UNTESTED = "untested"  # the kind of event with the reason why a client was not evaluated
+PRIVACY = "privacy"  # the kind of event with the privacy cost of a round
 
 
 FACTS: dict[str, type] = {
@@ -49,7 +47,7 @@ FACTS: dict[str, type] = {
     "classes": list,
     "domains": list,
     STREAMS: int,
-}  # what a run writes down when it begins, and as what
+}  # facts that a run writes at its start, and their types
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,12 @@ class RoundRecord:
     summary: dict[str, Any] | None
     """Metrics over all clients, when the round was evaluated."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase; the only thing two equal runs may differ in."""
+    """By phase; equal runs may differ only in this field."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something worth knowing that is no figure of a round: whom it concerns, in a word what, and the rest as text or JSON."""
+    """Information about a round that is not a metric: the client, the kind of event, and details as text or JSON."""
 
     client: int | None
     kind: str
@@ -78,25 +76,27 @@ class Event:
 
 @dataclass(frozen=True)
 class PoolChange:
-    """What a round changed in the pool: rows, each with its kind (see `federation.stored_pool`), and perhaps the cells of its index."""
+    """Changes of the pool in a round: rows, each with its kind (see `federation.stored_pool`), and optionally the cells of its index."""
 
     rows: Mapping[int, tuple[str, bytes]] = field(default_factory=dict)
     centres: bytes | None = None
-    """Of cells that were made before the round, of the rows that were there then."""
+    """The round whose rows the cells were computed from, if earlier than this round."""
 
 
 class RunReader:
     """Read access to `run.db`; safe while another process writes."""
 
     versions: ClassVar[Sequence[int]] = READABLE
-    seconds: ClassVar[float | None] = None  # for all queries together; else each has its own, by the length of the file
-    checked_bytes: ClassVar[float] = math.inf  # up to which the structure of a file is gone through before it is read
+    seconds: ClassVar[float | None] = (
+        None  # limit for all queries together; None: a limit per query, by the length of the file
+    )
+    checked_bytes: ClassVar[float] = math.inf  # the structure of files up to this size is checked before reading
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         path = self.directory / FILE if self.directory.suffix != ".db" else self.directory
         if not path.is_file():
-            raise RunError(f"run: {str(path)!r} must be a run file, but there is none")
+            raise RunError(f"run: {str(path)!r} must be a run file, but it does not exist")
         self.directory = path.parent
         self._connection = self._open(path)
         try:
@@ -112,7 +112,7 @@ class RunReader:
             raise
 
     def _open(self, path: Path) -> sqlite3.Connection:
-        # SQLite wants files of its own beside a run; where none can be made there is no writer, and it can do without
+        # SQLite needs extra files next to a run; if the directory is read-only there is no writer, and they are not needed
         written = os.access(path.parent, os.W_OK) or path.with_name(f"{path.name}-wal").exists()
         mode = "mode=ro" if written else "mode=ro&immutable=1"
         return sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True, timeout=30)
@@ -122,12 +122,12 @@ class RunReader:
 
     @property
     def sealed(self) -> bool:
-        """Whether the file has digests, so that what is read is known to be what was written."""
+        """Whether the file has digests, so that changes after writing are detected."""
         return self._tables.sealed
 
     @cached_property
     def _facts(self) -> dict[str, str]:
-        """All facts as JSON, held against the first link. They are written once, when the file is made."""
+        """All facts as JSON, checked against the first link. They are written once, when the file is created."""
         with self._snapshot():
             facts = dict(self._tables.rows("SELECT key, value FROM facts", (str, str)))
             if self.sealed and facts_digest(facts).hex() != self._link("WHERE number = 0").facts:
@@ -135,7 +135,7 @@ class RunReader:
         return facts
 
     def fact(self, key: str) -> Any:
-        """What was written down when the run began; None where it was not."""
+        """A fact that was written at the start of the run; None if absent."""
         text = self._facts.get(key)
         return None if text is None else self._tables.plain(text, FACTS.get(key, object), f"fact {key!r}")
 
@@ -148,12 +148,12 @@ class RunReader:
         raise self._tables.damaged("the chain of its links", "be there")
 
     def last_link(self) -> Link | None:
-        """What the last transaction left; None in files without digests."""
+        """The link of the last transaction; None in files without digests."""
         return self._link("ORDER BY number DESC LIMIT 1") if self.sealed else None
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:
-        """All that is read inside is from one moment."""
+        """All reads inside see the same snapshot."""
         if self._connection.in_transaction:
             yield
             return
@@ -168,7 +168,7 @@ class RunReader:
                 self._connection.execute("COMMIT")
 
     def _complete(self, what: str, found: int, expected: Callable[[Link], int]) -> None:
-        """Raise where there are fewer or more rows than the last transaction left."""
+        """Raise if the number of rows is not that of the last transaction."""
         last = self.last_link()
         if last is not None and found != expected(last):
             raise self._tables.damaged(f"the number of its {what}", f"be {expected(last)}, not {found}")
@@ -202,7 +202,7 @@ class RunReader:
         }
 
     def _check_evaluations(self, round: int, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Raise where results of a round are missing, or some were added."""
+        """Raise if results of a round are missing or were added."""
         query = "SELECT evaluations FROM rounds WHERE round = ?"
         stored = next((digest for (digest,) in self._tables.rows(query, (bytes,), (round,))), digest_of(()))
         if digest_of(row_digest("evaluations", row) for row in rows) != stored:
@@ -224,29 +224,29 @@ class RunReader:
         return None
 
     def client_states(self) -> Iterator[tuple[Any, ...]]:
-        """Client, round of the last change and tensors of everybody who keeps some."""
+        """Client, round of the last change and tensors of every client with a state."""
         yield from self._tables.table("client_states", "ORDER BY client")
 
     def pool_clients(self) -> list[int]:
-        """Who has a row in the pool, by rising number."""
+        """Clients with a row in the pool, in ascending order."""
         if self.version < 2:
             return []
         self._tables.check_tree("pool")
         return [client for (client,) in self._tables.rows("SELECT client FROM pool ORDER BY client", (int,))]
 
     def pool_rows(self, after: int, most: int) -> Iterator[tuple[Any, ...]]:
-        """Client, round of the last change, kind and bytes of the rows that follow a client number."""
+        """Client, round of the last change, kind and bytes of the rows after a client number."""
         tail = "WHERE client > ? ORDER BY client LIMIT ?"
         yield from self._tables.table("pool", tail, (after, most))
 
     def pool_chosen(self, clients: Sequence[int]) -> Iterator[tuple[int, str, bytes]]:
-        """Those of the clients that have a row, in any order."""
+        """The rows of these clients, if they have one, in any order."""
         for part, marks in _in_parts(clients):
             for client, _, kind, row in self._tables.table("pool", f"WHERE client IN ({marks})", part, look_up=True):
                 yield client, kind, row
 
     def pool_cells(self) -> tuple[int, bytes] | None:
-        """The cells of the pool's index, and the last round whose rows they were made of."""
+        """The cells of the pool's index, and the last round whose rows they were computed from."""
         for _, round, centres in self._tables.table("pool_cells"):
             return round, centres
         return None
@@ -258,18 +258,18 @@ class RunReader:
         return [(round, client, kind, detail) for _, round, client, kind, detail in rows]
 
     def details(self, wanted: str) -> list[dict[str, Any]]:
-        """What the events of a kind that keeps mappings say, in their order."""
+        """The details of all events of a kind whose details are mappings, in their order."""
         found = [(round, detail) for round, _, kind, detail in self.events() if kind == wanted]
         return [self._tables.plain(detail, dict, f"event {wanted!r} of round {round}") for round, detail in found]
 
 
 class RunStore(RunReader):
-    """The one writer of a run. A lock on the directory keeps a second writer out."""
+    """The only writer of a run. A lock on the directory prevents a second writer."""
 
     versions: ClassVar[Sequence[int]] = (VERSION,)
 
     def __init__(self, directory: str | Path, lock: Lock | None = None, patience: float = 0.0) -> None:
-        """Another writer that is about to end is waited for, `patience` seconds."""
+        """Waits up to `patience` seconds for another writer to end."""
         self._lock = lock or locked(Path(directory), patience)
         try:
             super().__init__(directory)
@@ -283,7 +283,7 @@ class RunStore(RunReader):
             raise
 
     def _end_of_chain(self) -> tuple[int, bytes, Link]:
-        """The last link, to go on from: its number, its digest and what it says. It must be over the one before it."""
+        """The last link, to continue from: its number, digest and content. It must include the link before it."""
         query = "SELECT number, link, parts FROM links ORDER BY number DESC LIMIT 2"
         (number, head, text), *before = [*self._tables.rows(query, (int, bytes, str)), (-1, b"", "")]
         if number < 0 or head != chained(before[0][1], text):
@@ -292,7 +292,7 @@ class RunStore(RunReader):
 
     @classmethod
     def create(cls, directory: str | Path, facts: Mapping[str, Any], events: Sequence[Event] = ()) -> RunStore:
-        """A new run file that is either complete or absent: it is built aside and renamed."""
+        """A new run file that is either complete or absent: it is built under another name and renamed."""
         directory = Path(directory)
         with disk(directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -304,12 +304,15 @@ class RunStore(RunReader):
             with disk(directory):
                 draft.unlink(missing_ok=True)
                 with closing(sqlite3.connect(draft)) as connection, connection:
-                    connection.executescript(f"BEGIN; {SCHEMA}")  # else every table waits for the disk
+                    connection.executescript(f"BEGIN; {SCHEMA}")  # otherwise every table waits for the disk
                     texts = {key: json.dumps(value) for key, value in {"version": VERSION, **facts}.items()}
                     connection.executemany("INSERT INTO facts VALUES (?, ?)", texts.items())
                     first = Link(facts=facts_digest(texts).hex())
                     _write_events(connection.cursor(), first, b"", 0, 0, events)
-                for rest in ("wal", "shm"):  # of a deleted run file: SQLite would read its rounds into the new one
+                for rest in (
+                    "wal",
+                    "shm",
+                ):  # leftovers of a deleted run file: SQLite would read its rounds into the new one
                     (directory / f"{FILE}-{rest}").unlink(missing_ok=True)
                 os.replace(draft, directory / FILE)
         except BaseException:
@@ -344,7 +347,7 @@ class RunStore(RunReader):
         events: Sequence[Event] = (),
         pool: PoolChange | None = None,
     ) -> None:
-        """Everything a round produced, in one transaction: all of it is there afterwards, or nothing is."""
+        """Write all results of a round in one transaction: either all of them or none."""
         with disk(self.directory), self._transaction() as cursor:
             number = record.round
             results = [(number, client, json.dumps(evaluations[client])) for client in sorted(evaluations)]
@@ -374,7 +377,7 @@ class RunStore(RunReader):
         return replace(link, cells=cells.hex())
 
     def note(self, round: int, client: int | None, kind: str, detail: str) -> None:
-        """Something worth knowing that is no figure: who, when, what."""
+        """Write an event between rounds."""
         with disk(self.directory), self._transaction() as cursor:
             link = replace(self._last, round=None, record="", facts="")
             event = [Event(client, kind, detail)]
@@ -383,7 +386,7 @@ class RunStore(RunReader):
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:
-        """A commit survives the end of this process. That it also survives a power cut is waited for once a second at most."""
+        """A commit survives the end of this process. Waiting for the disk, to survive a power cut, happens at most once a second."""
         self._require_same_file()
         cursor = self._connection.cursor()
         now = time.monotonic()
@@ -400,7 +403,7 @@ class RunStore(RunReader):
             raise
 
     def _require_same_file(self) -> None:
-        """An open file outlives its name: without this, a run whose directory was removed would go on into nowhere."""
+        """An open file survives its deletion: without this check, a run whose directory was removed would continue without a trace."""
         try:
             same = os.path.samestat(os.stat(self._path), self._identity)
         except FileNotFoundError:
@@ -410,7 +413,7 @@ class RunStore(RunReader):
 
 
 def _record_row(record: RoundRecord, evaluated: bytes) -> tuple[Any, ...]:
-    """A row of `rounds`, as it will be read: SQLite keeps no NaN, and every loss as a floating-point number."""
+    """A row of `rounds` as it will be read: SQLite stores NaN as NULL and every loss as a float."""
     loss = None if record.loss is None or math.isnan(record.loss) else float(record.loss)
     cohort, seconds = json.dumps(record.cohort), json.dumps(record.seconds)
     summary = None if record.summary is None else json.dumps(record.summary)
@@ -418,7 +421,7 @@ def _record_row(record: RoundRecord, evaluated: bytes) -> tuple[Any, ...]:
 
 
 def _insert(cursor: sqlite3.Cursor, table: str, rows: Sequence[tuple[Any, ...]], over: bool = False) -> list[bytes]:
-    """Write rows, each with all of `COLUMNS`; their digests."""
+    """Write rows with all of `COLUMNS`; returns their digests."""
     digests = [row_digest(table, row) for row in rows]
     names = ", ".join([*COLUMNS[table], "digest"])
     marks = ", ".join("?" * (len(COLUMNS[table]) + 1))
@@ -428,7 +431,7 @@ def _insert(cursor: sqlite3.Cursor, table: str, rows: Sequence[tuple[Any, ...]],
 
 
 def _replaced(cursor: sqlite3.Cursor, table: str, rows: Sequence[tuple[Any, ...]], total: str) -> str:
-    """Write rows that begin with a client, in the place of what these had; the sum over the whole table afterwards."""
+    """Write or replace rows by client; returns the new sum over the whole table."""
     old: list[bytes] = []
     for part, marks in _in_parts([client for client, *_ in rows]):
         old += [digest for (digest,) in cursor.execute(f"SELECT digest FROM {table} WHERE client IN ({marks})", part)]
@@ -438,7 +441,7 @@ def _replaced(cursor: sqlite3.Cursor, table: str, rows: Sequence[tuple[Any, ...]
 def _write_events(
     cursor: sqlite3.Cursor, link: Link, before: bytes, number: int, round: int, events: Iterable[Event]
 ) -> tuple[bytes, Link]:
-    """Write events, and then the link of the transaction, whose other parts are known."""
+    """Write events, and then the link of the transaction with its other parts."""
     rows = [
         (place, round, event.client, event.kind, event.detail)
         for place, event in enumerate(events, start=link.last_event + 1)
@@ -451,7 +454,7 @@ def _write_events(
 
 
 def _in_parts(clients: Sequence[int]) -> Iterator[tuple[Sequence[int], str]]:
-    """Clients in parts that one query can name, with as many question marks."""
+    """Clients in groups that fit into one query, with the same number of question marks."""
     for start in range(0, len(clients), MOST_ARGUMENTS):
         part = clients[start : start + MOST_ARGUMENTS]
         yield part, ", ".join("?" * len(part))

@@ -1,8 +1,8 @@
-"""The tables of a run file, read with suspicion: whatever is not as it was written becomes a RunError that says what.
+"""Reads the tables of an untrusted run file: everything that is not as it was written becomes a RunError with the reason.
 
-Nothing is read before the file has proved to be plain: tables made by the very words of this package, so that none of it runs what
-its author likes, and before a table is gone through, that every page of its tree has one place, so that there is no more to read
-than the file is long. A query that takes far longer than that is ended.
+Two checks come before any reading. The tables must be created by exactly the SQL of this package, so that the file cannot
+contain triggers or views of an attacker. Every page of a table's tree must be used once, so that there is no more to read
+than the length of the file. A query that takes much longer than that is stopped.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from fedprompt.io.bounded_read import strict_json
 from fedprompt.runs.digests import row_digest
 from fedprompt.runs.schema import COLUMNS, NEW_COLUMNS, READABLE, VERSION, definitions, plain_sql
 
-# what SQLite raises of a damaged file; the second where its own complaint quotes bytes of the file that are no text
+# errors of SQLite for a damaged file; the second one if its message quotes bytes of the file that are not text
 DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError)
-SECONDS, BYTES_PER_SECOND = 10.0, 5e6  # that one query may take: so many, and one more for so many bytes of the file
-STEPS = 20_000  # of SQLite between two looks at the clock
+SECONDS, BYTES_PER_SECOND = (
+    10.0,
+    5e6,
+)  # limit for one query: seconds, plus one second for each so many bytes of the file
+STEPS = 20_000  # steps of SQLite between two checks of the clock
 MOST_TABLES = 50
 
 Kind = type | UnionType
@@ -30,19 +33,19 @@ Result = TypeVar("Result")
 
 
 class Clock:
-    """How long SQLite has been at work, for a query or for all of them. Knows no connection: one holds on to its clock."""
+    """How long SQLite has worked, for one query or for all. It has no reference to the connection, which refers to it."""
 
     def __init__(self, seconds: float, all_together: bool) -> None:
         self.seconds, self._all = seconds, all_together
         self._spent = 0.0
-        self._since: float | None = None  # while something that counts is on
+        self._since: float | None = None  # set during a measured operation
         self.over = False
 
     def new_query(self) -> None:
         self._spent, self.over = self._spent if self._all else 0.0, False
 
     def timed(self, work: Callable[[], Result]) -> Result:
-        """Do something that counts."""
+        """Measure an operation."""
         begin = self._since = time.monotonic()
         try:
             return work()
@@ -50,7 +53,7 @@ class Clock:
             self._spent, self._since = self._spent + time.monotonic() - begin, None
 
     def ring(self) -> bool:
-        """Whether SQLite has to stop, which asks now and then; never in the middle of a write."""
+        """Called regularly by SQLite: whether it has to stop. Never in the middle of a write."""
         if self._since is None:
             return False
         self.over = self._spent + time.monotonic() - self._since > self.seconds
@@ -67,7 +70,7 @@ class RunTables:
         seconds: float | None = None,
         checked_bytes: float = float("inf"),
     ) -> None:
-        """All queries together may take `seconds`, where given. Trees of files of more than `checked_bytes` are not looked at."""
+        """`seconds` is a limit for all queries together. Trees of files larger than `checked_bytes` are not checked."""
         self._connection, self._path = connection, path
         size = path.stat().st_size
         self._checking, self._in_order = size <= checked_bytes, set[str]()
@@ -90,7 +93,7 @@ class RunTables:
         return self.version >= VERSION
 
     def rows(self, query: str, kinds: Sequence[Kind], arguments: Sequence[object] = ()) -> Iterator[tuple[Any, ...]]:
-        """The rows of a query, each value of its kind: SQLite itself lets any column hold anything."""
+        """The rows of a query with checked types: SQLite allows any type in any column."""
         for row in self._raw(query, arguments):
             if not _fit(row, kinds):
                 raise self.damaged(f"values of `{query}`", f"be {kinds}")
@@ -104,21 +107,21 @@ class RunTables:
         extra: Mapping[str, Kind] | None = None,
         look_up: bool = False,
     ) -> Iterator[tuple[Any, ...]]:
-        """Rows of a table with all columns of `COLUMNS`, each held against its digest; then the values of `extra` expressions.
+        """Rows of a table with all columns of `COLUMNS`, checked against their digests; then the values of `extra` expressions.
 
-        What looks up single rows by their key cannot run without end, and needs no tree in order.
+        A lookup of single rows by key always ends, so it needs no check of the tree.
         """
         if not look_up:
             self.check_tree(name)
-        for row, fits in self.told(name, tail, arguments, extra or {}):
+        for row, fits in self.checked_rows(name, tail, arguments, extra or {}):
             if not fits:
                 raise self.damaged(f"a row of the table {name!r} ({_key(name, row)})", "be as it was written")
             yield row
 
-    def told(
+    def checked_rows(
         self, name: str, tail: str = "", arguments: Sequence[object] = (), extra: Mapping[str, Kind] | None = None
     ) -> Iterator[tuple[tuple[Any, ...], bool]]:
-        """The same rows, and whether each is of the right types and fits its digest."""
+        """The same rows, and whether each has the right types and matches its digest."""
         columns, extra = COLUMNS[name], extra or {}
         count, kinds = len(columns), (*columns.values(), *extra.values())
         absent = {} if self.sealed else NEW_COLUMNS.get(name, {})
@@ -139,7 +142,7 @@ class RunTables:
             raise self._unreadable(error) from error
 
     def plain(self, text: str, kind: type, what: str) -> Any:
-        """JSON of a kind; a list holds texts."""
+        """JSON of a kind; a list contains texts."""
         try:
             value = strict_json(text, finite=False)
         except ValueError as error:
@@ -166,14 +169,16 @@ class RunTables:
         return values
 
     def _check_length(self) -> None:
-        """A file that was cut: SQLite itself would notice only when it needs a page that is gone."""
+        """Raise for a truncated file: SQLite itself notices only when it needs a missing page."""
         ((pages, page_size),) = self.rows("SELECT * FROM pragma_page_count, pragma_page_size", (int, int))
         length, log = self._path.stat().st_size, self._path.with_name(f"{self._path.name}-wal")
-        if length < pages * page_size and not (log.exists() and log.stat().st_size):  # the log may hold the other pages
+        if length < pages * page_size and not (
+            log.exists() and log.stat().st_size
+        ):  # the log may contain the other pages
             raise self.damaged(f"its length of {length} bytes", f"be {pages * page_size}")
 
     def _check_version(self) -> int:
-        """The version of the file, whose tables must be made as those of that version are, to the word, with nothing beside them."""
+        """The version of the file. Its tables must be created by exactly the SQL of that version, with nothing else."""
         query = f"SELECT type, name, sql FROM sqlite_master LIMIT {MOST_TABLES}"
         found = {(kind, name): plain_sql(sql) for kind, name, sql in self.rows(query, (str, str, str | None))}
         facts = ("table", "facts")
@@ -186,29 +191,29 @@ class RunTables:
         expected = definitions(version)
         for kind, name in sorted({*found, *expected}):
             if (kind, name) not in expected:
-                raise self.damaged(f"{kind} {name!r}", "be no part of it")
+                raise self.damaged(f"{kind} {name!r}", "not be part of it")
             if found.get((kind, name)) != expected[kind, name]:
                 raise self.damaged(f"{kind} {name!r}", f"be that of format version {version}")
         return version
 
     def check_tree(self, name: str) -> None:
-        """Every page of a table has one place: what is read of it afterwards is at most as long as the file. Looked at once."""
+        """Check once that every page of a table is used once, so that reading it reads at most the length of the file."""
         if self._checking and name not in self._in_order:
             self._check_structure(f"PRAGMA quick_check({name})")
             self._in_order.add(name)
 
     def check_file(self) -> None:
-        """The same for the whole file, in which no page has two places."""
+        """The same for the whole file."""
         self._check_structure("PRAGMA quick_check(1)")
 
     def _check_structure(self, query: str) -> None:
-        for (told,) in self.rows(query, (str,)):
-            if told != "ok":
-                raise self.damaged("its structure", f"be in order ({' '.join(told.split())[:200]})")
+        for (message,) in self.rows(query, (str,)):
+            if message != "ok":
+                raise self.damaged("its structure", f"be in order ({' '.join(message.split())[:200]})")
 
     def _unreadable(self, error: Exception) -> RunError:
         if self._clock.over:
-            rule = f"be read within {self._clock.seconds:.0f} s, which are plenty for its length"
+            rule = f"be read within {self._clock.seconds:.0f} s, enough for its length"
             return self.damaged("its content", rule)
         return RunError(f"run: {str(self._path)!r} is not a readable run file: {error}")
 
@@ -221,7 +226,7 @@ def _fit(values: Sequence[Any], kinds: Sequence[Kind]) -> bool:
 
 
 def _key(table: str, row: Sequence[Any]) -> str:
-    """Which row, by the numbers it has."""
+    """The key of a row, from its numbers."""
     names = [name for name, kind in COLUMNS[table].items() if kind is int and name not in ("only", "rowid")]
     named = dict(zip(COLUMNS[table], row, strict=False))
     return ", ".join(f"{name} {str(named[name])[:40]}" for name in names if name in ("round", "client"))

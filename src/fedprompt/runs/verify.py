@@ -1,4 +1,4 @@
-"""Whether a run file is what was written: every row against its digest, every digest against the chain of links."""
+"""Whether a run file is unchanged: checks every row against its digest, and every digest against the chain of links."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from fedprompt.runs.digests import NOTHING, Link, added, chained, digest_of, row
 from fedprompt.runs.schema import COLUMNS
 from fedprompt.runs.store import RunReader
 
-MOST_PROBLEMS = 100  # that are told
+MOST_PROBLEMS = 100  # that are reported
 NO_ROW: tuple[tuple[Any, ...] | None, bool] = (None, False)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that does not fit."""
+    """A mismatch."""
 
     round: int | None
-    """The round that wrote it; None for what was written before the first one."""
+    """The round that wrote it; None if it was written before the first round."""
     what: str
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of a run file that can be read at all."""
+    """The result for a readable run file."""
 
     version: int
     sealed: bool
-    """Whether the file has digests; without, only its structure and its types are known to be in order."""
+    """Whether the file has digests; without them, only its structure and its types are checked."""
     rounds: int
     heads: dict[str, int | None]
     """The links in their order, in hexadecimal, each with the last round it covers."""
     problems: tuple[Problem, ...]
-    """Those of early rounds first."""
+    """Ordered by round."""
 
     @property
     def head(self) -> str | None:
-        """The last link: it stands for everything in the file."""
+        """The last link, which covers the whole file."""
         return next(reversed(self.heads), None)
 
 
 def verify(reader: RunReader) -> Verdict:
-    """Go through the whole file; a RunError tells of one that is not even in order."""
+    """Check the whole file; RunError if its structure is damaged."""
     check = _Check(reader)
     reader._tables.check_file()
     if not reader.sealed:
@@ -79,7 +79,7 @@ class _Check:
             yield Problem(None, str(error))
 
     def _chain(self) -> Iterator[Problem]:
-        """Every link is over the one before, and none is missing."""
+        """Every link includes the one before, and none is missing."""
         before, round = b"", None
         for place, (number, head, text) in enumerate(
             self._tables.rows("SELECT number, link, parts FROM links ORDER BY number", (int, bytes, str))
@@ -99,11 +99,11 @@ class _Check:
             yield Problem(None, "there is no chain of links")
 
     def _records(self) -> Iterator[Problem]:
-        """Every round has its row and the results that this row speaks of."""
+        """Every round has its row and the results that this row covers."""
         written = {link.round: link.record for link, _ in self._links if link.round is not None}
         results = self._results()
         evaluated = next(results, None)
-        for row, fits in self._tables.told("rounds", "ORDER BY round"):
+        for row, fits in self._tables.checked_rows("rounds", "ORDER BY round"):
             number = row[0] if isinstance(row[0], int) else None
             self.rounds += 1
             expected = None if number is None else written.pop(number, None)
@@ -124,9 +124,9 @@ class _Check:
             yield Problem(evaluated[0], "there are results of a round that was not written")
 
     def _results(self) -> Iterator[tuple[int, list[bytes]]]:
-        """The digests of the results of every round, made anew; none of a row that does not fit its own."""
+        """The recomputed digests of the results of every round; without rows that do not match their own digest."""
         round, digests = None, []
-        for row, fits in self._tables.told("evaluations", "ORDER BY round, client"):
+        for row, fits in self._tables.checked_rows("evaluations", "ORDER BY round, client"):
             if row[0] != round and round is not None:
                 yield round, digests
                 digests = []
@@ -137,7 +137,7 @@ class _Check:
 
     def _events(self) -> Iterator[Problem]:
         """Every transaction has the events it wrote."""
-        rows = self._tables.told("events", "ORDER BY rowid")
+        rows = self._tables.checked_rows("events", "ORDER BY rowid")
         row, fits = next(rows, NO_ROW)
         for link, round in self._links:
             digests = []
@@ -150,15 +150,15 @@ class _Check:
             yield Problem(self._links[-1][1] if self._links else None, "there are events that were not written")
 
     def _kept(self, table: str, expected: str, last: int | None, summed: bool = False) -> Iterator[Problem]:
-        """What is replaced from round to round is what the last link says."""
-        total, found, known = NOTHING, "", False
+        """Tables with replaced rows match the last link."""
+        total, found, reported = NOTHING, "", False
         place = list(COLUMNS[table]).index("round")
-        for row, fits in self._tables.told(table):
+        for row, fits in self._tables.checked_rows(table):
             digest = row_digest(table, row)
             total, found = added(total, [digest]), digest.hex()
             if not fits:
-                known = True
+                reported = True
                 round = row[place] if isinstance(row[place], int) else last
                 yield Problem(round, f"a row of `{table}` is not as it was written")
-        if not known and (total.hex() if summed else found) != expected:
+        if not reported and (total.hex() if summed else found) != expected:
             yield Problem(last, f"the rows of `{table}` are not those that were written last")

@@ -71,9 +71,9 @@ def test_a_key_that_nobody_admitted_is_refused(federation: Federation) -> None:
         (stranger / file).unlink()
     write_site_key(stranger, "stranger")
     node = federation.node("stranger", _data(federation, HONEST[0]))
-    node.wait_for("not let in yet: its key must be admitted there")
+    node.wait_for("not admitted yet: its key must be admitted there")
     assert node.end() == RunError.exit_code, node.tail
-    assert "the server does not let this node in: its key must be admitted there" in node.words
+    assert "the server does not admit this node: its key must be admitted there" in node.words
     assert "Traceback" not in node.words
     assert [node["name"] for node in federation.status()["nodes"]] == list(SITES)
 
@@ -102,7 +102,7 @@ def test_an_expelled_site_is_sent_away_and_stays_out(federation: Federation, out
 def test_the_state_of_a_node_that_runs_is_its_own(federation: Federation) -> None:
     second = federation.node(HONEST[0], _data(federation, HONEST[0]))
     assert second.end() == RunError.exit_code
-    assert "--state must be that of no other node that runs" in second.words
+    assert "--state must not be in use by another running node" in second.words
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_the_state_of_a_node_that_runs_is_its_own(federation: Federation) -> Non
             f"address must be one of loopback without TLS and keys, got '{ELSEWHERE}'",
         ),
         ("server insecure/server", "--insecure must be given for a federation without certificates"),
-        (f"server insecure/server --insecure --bind {ELSEWHERE}", "bind must be an address of loopback"),
-        ("server fed/server --insecure", "--insecure must be left out for a federation that has certificates"),
+        (f"server insecure/server --insecure --bind {ELSEWHERE}", "bind must be a loopback address"),
+        ("server fed/server --insecure", "--insecure must be absent for a federation with certificates"),
         (
             f"node --insecure --server {ELSEWHERE} --name a --state s --data split/client_0.parquet",
-            "--server must be an address of loopback without TLS and keys",
+            "--server must be a loopback address without TLS and keys",
         ),
         ("node --data split/client_0.parquet --server 127.0.0.1:1 --name a --state s", "--site must be given"),
         ("node --site insecure/sites/a --data split/client_0.parquet", "--insecure must be given"),

@@ -120,7 +120,7 @@ def test_the_way_to_the_server_and_the_key_are_looked_at(tmp_path: Path, port: i
     other = folder(tmp_path / "other", port, secure=True)
     site.key.write_bytes(other.key.read_bytes())
     (key,) = found(site, tmp_path)["key"]
-    assert (key.fine, "must belong together" in key.text) == (False, True)
+    assert (key.fine, "must be a key pair" in key.text) == (False, True)
 
 
 def test_the_commands_say_it_and_end_with_a_code(tmp_path: Path, port: int) -> None:

@@ -129,7 +129,7 @@ def test_a_renewed_certificate_that_the_server_has_not_read_is_told(
     showing(folder)
     age(folder, 800, monkeypatch)
     for use in (membership.nodes, submit.status, lambda each: membership.expel(each, "a")):
-        with pytest.raises(RunError, match=rf"shows a certificate that expired on {day(-3)}.*: restart the server"):
+        with pytest.raises(RunError, match=rf"uses a certificate that expired on {day(-3)}.*: restart the server"):
             use(folder)
 
 

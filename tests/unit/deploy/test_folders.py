@@ -110,8 +110,8 @@ def test_a_disk_that_cannot_be_written_is_said_to_be_so(tmp_path: Path) -> None:
     ("address", "sites", "rule"),
     [
         (PUBLIC, [], "site must be given at least once"),
-        (PUBLIC, ["a", "a"], "site must have different names"),
-        (PUBLIC, ["Site", "site"], "site must have different names"),
+        (PUBLIC, ["a", "a"], "site must have names that differ"),
+        (PUBLIC, ["Site", "site"], "site must have names that differ"),
         (PUBLIC, ["a", "../b"], "site must have 1 to 200 letters"),
         (Address("0.0.0.0", 1), ["a"], "address must be one that the sites can call"),
     ],
@@ -126,7 +126,7 @@ def test_a_federation_that_cannot_work_is_not_made(
 
 def test_the_folder_above_the_one_that_is_meant_is_told(made: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"must hold a file federation\.json, got .*fed'; did you mean .*fed/server'\?"
+        ConfigError, match=r"must contain a file federation\.json, got .*fed'; did you mean .*fed/server'\?"
     ):
         ServerFolder.load(made)
 
@@ -172,28 +172,28 @@ def test_a_site_folder_is_read_strictly(made: Path, content: str, rule: str) -> 
 @pytest.mark.parametrize("name", ["site.json", "ca.crt", "key", "key.pub"])
 def test_a_site_folder_that_lacks_a_file_is_refused(made: Path, name: str) -> None:
     (made / "sites" / "b" / name).unlink()
-    with pytest.raises(ConfigError, match=f"folder must hold a file {name}"):
+    with pytest.raises(ConfigError, match=f"folder must contain a file {name}"):
         SiteFolder.load(made / "sites" / "b")
 
 
 @pytest.mark.parametrize("name", ["federation.json", "ca.crt", "server.pem", "server.key"])
 def test_a_server_folder_that_lacks_a_file_is_refused(made: Path, name: str) -> None:
     (made / "server" / name).unlink()
-    with pytest.raises(ConfigError, match=f"folder must hold a file {name}"):
+    with pytest.raises(ConfigError, match=f"folder must contain a file {name}"):
         ServerFolder.load(made / "server")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_a_key_that_others_can_read_is_refused(made: Path) -> None:
     (made / "sites" / "b" / "key").chmod(0o640)
-    with pytest.raises(ConfigError, match=r"must be readable by its owner alone .*, got '0o640'"):
+    with pytest.raises(ConfigError, match=r"must be readable by its owner only .*, got '0o640'"):
         SiteFolder.load(made / "sites" / "b")
 
 
 def test_keys_come_and_go_by_name(made: Path) -> None:
     server = ServerFolder.load(made / "server")
     line = server.public_keys()["b"].read_bytes()
-    with pytest.raises(RunError, match="public key of c must be of its own, got 'that of b'"):
+    with pytest.raises(RunError, match="public key of c must differ from all other keys, got 'that of b'"):
         server.add_key("c", line)
     server.remove_key("b")
     assert list(server.public_keys()) == ["hospital-a"]

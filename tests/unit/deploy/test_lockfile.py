@@ -22,7 +22,7 @@ HOLD += "with claimed(Path(sys.argv[1]), 'folder', 'server'): print('mine', flus
 def test_a_folder_that_is_claimed_is_refused_to_others(tmp_path: Path) -> None:
     with (
         claimed(tmp_path / "new", "--state", "node"),
-        pytest.raises(RunError, match=r"--state must be that of no other node that runs, got '.*new'"),
+        pytest.raises(RunError, match=r"--state must not be in use by another running node, got '.*new'"),
         claimed(tmp_path / "new", "--state", "node"),
     ):
         pass

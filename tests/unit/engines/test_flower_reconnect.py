@@ -44,13 +44,13 @@ def test_a_refused_node_asks_again(answers: list[Any], capsys: pytest.CaptureFix
     answers += [refusal(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)] * 3 + ["in"]
     reconnect.wait_to_be_let_in()
     assert FleetHttpClient.ActivateNode(None, None) == "in"
-    assert capsys.readouterr().err.count("not let in yet: its key must be admitted there") == 1
+    assert capsys.readouterr().err.count("not admitted yet: its key must be admitted there") == 1
 
 
 def test_a_node_that_is_never_let_in_is_told_why(answers: list[Any]) -> None:
     answers += [refusal(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)] * 2
     reconnect.wait_to_be_let_in(longest=-1.0)
-    with pytest.raises(RunError, match="the server does not let this node in: its key must be admitted"):
+    with pytest.raises(RunError, match="the server does not admit this node: its key must be admitted"):
         FleetHttpClient.ActivateNode(None, None)
 
 

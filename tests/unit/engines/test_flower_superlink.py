@@ -217,7 +217,7 @@ def test_the_gate_is_the_outermost_part_of_flower(monkeypatch: pytest.MonkeyPatc
 def test_a_flower_that_does_not_ask_for_the_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
     monkeypatch.setattr(main, "_get_middleware", lambda: [])
-    with pytest.raises(RunError, match=r"install the one of fedprompt\[flower\]"):
+    with pytest.raises(RunError, match=r"install the version of fedprompt\[flower\]"):
         put_up_gate()
 
 
@@ -231,5 +231,5 @@ def test_the_log_keeps_refused_requests_only(status: int, kept: bool) -> None:
 def test_a_flower_that_starts_its_server_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
     monkeypatch.delattr(superlink.program, "uvicorn")
-    with pytest.raises(RunError, match=r"connections would have no limits; install the one of fedprompt\[flower\]"):
+    with pytest.raises(RunError, match=r"connections would have no limits; install the version of fedprompt\[flower\]"):
         put_up_gate()

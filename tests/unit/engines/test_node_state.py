@@ -76,7 +76,7 @@ def test_an_order_of_an_old_copy_of_the_server_deletes_nothing(states: NodeState
     keep(states, 3, 0.3, state=2, committed=2)
     states.begin(order(state=state, committed=state))
     if state is not None:
-        with pytest.raises(RunError, match="but it is gone"):
+        with pytest.raises(RunError, match="but it is lost"):
             states.get(0)
     assert numbers(states) == {2, 3}
     states.begin(order(state=3, committed=3))  # the right copy goes on
@@ -113,7 +113,7 @@ def test_what_the_training_changed_is_forgotten_with_the_next_order(states: Node
 
 def test_a_state_that_is_gone_is_an_error_that_says_what_to_do(states: NodeState) -> None:
     states.begin(order(state=5, committed=5))
-    with pytest.raises(RunError, match=r"state must be the one this node kept .* gone; .*--anew"):
+    with pytest.raises(RunError, match=r"state must be the one this node stored .* lost; .*--anew"):
         states.get(0)
 
 
@@ -154,10 +154,10 @@ def test_nothing_is_kept_without_a_number(states: NodeState) -> None:
 
 
 def test_nothing_is_given_out_that_no_order_asked_for(states: NodeState) -> None:
-    with pytest.raises(RunError, match="state of client 0 must be asked for by an order"):
+    with pytest.raises(RunError, match="state of client 0 must be named by an order"):
         states.get(0)
     keep(states, 7, 0.5)
-    with pytest.raises(RunError, match="state of client 1 must be asked for by an order"):
+    with pytest.raises(RunError, match="state of client 1 must be named by an order"):
         states.get(1)
 
 

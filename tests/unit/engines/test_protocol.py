@@ -163,7 +163,7 @@ def test_a_message_that_is_cut_anywhere_or_has_more_behind_it_is_refused(reader:
     for end in range(0, len(blob), 7):
         with pytest.raises(ValueError):  # noqa: PT011
             read(blob[:end])
-    with pytest.raises(ValueError, match="one whole frame"):
+    with pytest.raises(ValueError, match="one complete frame"):
         read(blob + b"\0")
 
 

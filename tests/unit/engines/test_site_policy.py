@@ -65,7 +65,7 @@ def test_the_written_policy_is_the_default_one_and_says_so_line_by_line(tmp_path
     [
         ("evaluate: some", "evaluate must"),
         ("epsilon: 3", "epsilon is not a known setting"),
-        ("total_epsilon: 3", "have evaluate: none or noised where total_epsilon is given"),
+        ("total_epsilon: 3", "have evaluate: none or noised if total_epsilon is given"),
         ("approve: 'yes'", "approve must be true or false"),
         ("least_noise: -1", "least_noise must"),
         ("least_noise: .nan", "least_noise must"),

@@ -165,7 +165,7 @@ def test_what_is_no_kept_client_is_refused(newcomer: TrainedClient, opened: Load
         load(opened, tmp_path)
     broken = shutil.copytree(kept, tmp_path / "broken")
     (broken / "client.safetensors").write_bytes(b"something else")
-    with pytest.raises(RunError, match=r"is damaged: client\.safetensors is not the file client\.json speaks of"):
+    with pytest.raises(RunError, match=r"is damaged: client\.safetensors is not the file that client\.json describes"):
         load(opened, broken)
     record = json.loads((kept / "client.json").read_text())
     for changes, rule in (

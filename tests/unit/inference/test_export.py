@@ -281,5 +281,5 @@ def test_without_the_images_of_the_run_an_exact_export_says_what_it_was_measured
     source.unlink()
     said = export(client, tmp_path / "exported")
     assert said["exact"]
-    assert said["agreement"]["on"].startswith("images of noise")
+    assert said["agreement"]["on"].startswith("noise images")
     assert said["agreement"]["accuracy"] is None

@@ -72,13 +72,13 @@ def test_a_method_that_looks_at_training_images_says_so_when_they_are_gone(
     with pytest.raises(DataError, match=r"manifest\.source\.fingerprint must be that of data\.source"):
         TrainedClient.open(done, 0, trust_config=True)
     Path(images).unlink()
-    rule = r"ifca looks at a client's training images before it predicts, but data\.source must be"
+    rule = r"ifca reads a client's training images before it predicts, but data\.source must be"
     with pytest.raises(DataError, match=rule):
         TrainedClient.open(done, 0, trust_config=True)
 
 
 def test_other_weights_are_refused(finished: Run) -> None:
-    with pytest.raises(BackboneError, match=r"weights of the backbone must be the ones run .* was trained with"):
+    with pytest.raises(BackboneError, match=r"weights of the backbone must be those that run .* was trained with"):
         TrainedClient.open(finished, 0, weights="tiny-clip")
 
 
@@ -170,7 +170,7 @@ def test_the_state_of_another_node_is_refused(federated: tuple[Run, Path]) -> No
 
 
 def test_a_run_with_states_of_its_own_takes_no_others(finished: Run, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--state must be absent where the run file holds the clients' states"):
+    with pytest.raises(ConfigError, match=r"--state must be absent if the run file contains the clients' states"):
         TrainedClient.open(finished, 1, state=tmp_path)
 
 

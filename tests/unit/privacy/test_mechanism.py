@@ -249,9 +249,9 @@ def test_what_cannot_be() -> None:
     ):
         mechanism.update_noise(1.0, 0.5)
     upload = {"a": torch.zeros(2)}
-    with pytest.raises(ConfigError, match=r"privacy\.clip must be a number where there is noise"):
+    with pytest.raises(ConfigError, match=r"privacy\.clip must be a number if there is noise"):
         mechanism.noised(upload, {}, [group(upload, None)], 1.0, seeded())
-    with pytest.raises(ContractError, match=r"upload 'a' must have the shape it came with, \(3,\), got \(2,\)"):
+    with pytest.raises(ContractError, match=r"upload 'a' must have the shape that was sent, \(3,\), got \(2,\)"):
         mechanism.update_of(upload, {"a": torch.zeros(3)})
     with pytest.raises(ConfigError, match=r"expected cohort must be positive, got 0"):
         mechanism.noised_sum([upload], upload, [group(upload, 1.0)], 0, 1.0, seeded())

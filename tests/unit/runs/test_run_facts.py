@@ -56,7 +56,7 @@ def test_the_ground_of_a_run_of_version_1_is_known(settings: Settings) -> None:
     _, manifest, backbone, _ = made.factory.prepare()
     require_same_ground(Run(done.directory).reader, backbone.digest(), manifest, "audited")
     other = replace(manifest, clients=Clients.of(manifest.clients[:3]))
-    with pytest.raises(RunError, match="cannot be audited: the partition of the data are not the ones"):
+    with pytest.raises(RunError, match="cannot be audited: the partition of the data are not those"):
         require_same_ground(Run(done.directory).reader, backbone.digest(), other, "audited")
 
 

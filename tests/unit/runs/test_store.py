@@ -86,7 +86,7 @@ def test_a_run_of_another_format_is_told(tmp_path: Path) -> None:
 
 
 def test_a_missing_run_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="there is none"):
+    with pytest.raises(RunError, match="it does not exist"):
         RunReader(tmp_path / "nothing")
 
 

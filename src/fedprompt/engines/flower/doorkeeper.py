@@ -1,9 +1,8 @@
-"""Connections to the SuperLink, from the moment they are accepted: how many there may be, how long each may take to say what
-it wants, and how much it may say before that.
+"""Limits for connections to the SuperLink: their number, and the time and size of a request's headers.
 
-uvicorn has no limit for any of these, and learns of a connection only after TLS has been agreed on. So connections are
-counted below TLS. Where one too many of a kind comes, the oldest of that kind goes: who holds connections open blocks no one
-out. Strangers are one kind, every node is one of its own, and this machine is not counted.
+uvicorn has no limit for any of these, and sees a connection only after the TLS handshake. So connections are counted below
+TLS, in groups: one group for all unauthenticated peers and one for each node. This machine is not counted. When a group is
+full, its oldest connection is closed, so open connections cannot block others.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEADERS = 10.0  # seconds from being accepted, or from the last answer, to the end of the next request's headers
-FAREWELL = 2.0  # seconds for the other side to agree that a connection ends
-LARGEST_HEADERS = 2**15  # bytes; those of a node have less than a kilobyte
-STRANGERS = 64  # connections of those who have not proved who they are
+HEADERS = 10.0  # seconds from the accept, or from the last answer, to the end of the next request's headers
+SHUTDOWN = 2.0  # seconds for the TLS shutdown of a connection
+LARGEST_HEADERS = 2**15  # bytes; a node sends less than a kilobyte
+STRANGERS = 64  # connections of all unauthenticated peers together
 OF_ONE_NODE = 32
-VISIT = "fedprompt.visit"  # the field of a request that holds its connection
+VISIT = "fedprompt.visit"  # the field of a request's scope that contains its connection
 TOO_MUCH = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class Visits:
-    """All connections that are counted, by whose they are; the oldest of each first. The empty key is a stranger's."""
+    """The counted connections by key, the oldest first. The empty key is for unauthenticated peers."""
 
     def __init__(self) -> None:
         self._of: dict[bytes, dict[Visit, None]] = {}
@@ -56,48 +55,48 @@ class Visit:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, transport: asyncio.Transport) -> None:
-        """The connection is there; with TLS this is told twice, and the one below counts."""
+        """The connection is open. With TLS this is called twice; the first call (the transport below TLS) counts."""
         if self._transport is None:
             self._transport = transport
             self._visits.add(self, self._key)
             self.hurry(HEADERS)
 
     def belongs_to(self, key: bytes) -> None:
-        """It is that node's from now on, or again a stranger's."""
+        """Count it for this node from now on, or again as unauthenticated."""
         if key != self._key and self._transport is not None:
             self._visits.remove(self, self._key)
             self._key = key
             self._visits.add(self, key)
 
     def belongs_here(self) -> None:
-        """It is one of this machine, which is not counted."""
+        """It comes from this machine, so it is not counted."""
         self._visits.remove(self, self._key)
 
     def hurry(self, seconds: float) -> None:
-        """End it unless there is a request by then."""
+        """Close it unless a request arrives within these seconds."""
         self.wait()
         self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
 
     def wait(self) -> None:
-        """It is our turn: no time is running."""
+        """Stop the timer: the server is working on a request."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def end(self) -> None:
-        """At once, without a word."""
+        """Close it immediately, without an answer."""
         self.over()
         if self._transport is not None:
             self._transport.abort()
 
     def over(self) -> None:
-        """The connection is gone."""
+        """The connection was closed."""
         self.wait()
         self._visits.remove(self, self._key)
 
 
 class GuardedHttp(HttpToolsProtocol):
-    """uvicorn's end of a connection, with a limit for the time and the size of a request's headers."""
+    """uvicorn's HTTP protocol, with limits for the time and the size of a request's headers."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -114,7 +113,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.parser is None or self.transport.is_closing():
-            return  # refused; what else comes is not read
+            return  # refused; further bytes are not read
         self._taken += len(data)
         super().data_received(data)
         if self._in_headers and self._taken > LARGEST_HEADERS:
@@ -142,13 +141,13 @@ class GuardedHttp(HttpToolsProtocol):
 
 
 class Tls(SSLProtocol):
-    """TLS on a connection that is counted from before it."""
+    """TLS on a connection that is counted before the handshake."""
 
-    max_size = 2**16  # bytes of a buffer that every connection has, and asyncio makes four times as large
+    max_size = 2**16  # bytes of the buffer of each connection; asyncio's default is four times as large
 
     def __init__(self, loop: asyncio.AbstractEventLoop, inner: GuardedHttp, context: ssl.SSLContext) -> None:
         self._visit = inner.visit
-        limits = {"ssl_handshake_timeout": HEADERS, "ssl_shutdown_timeout": FAREWELL}
+        limits = {"ssl_handshake_timeout": HEADERS, "ssl_shutdown_timeout": SHUTDOWN}
         super().__init__(loop, inner, context, None, server_side=True, **limits)  # type: ignore[arg-type]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -162,7 +161,7 @@ class Tls(SSLProtocol):
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """The loop that the server runs in; it differs in what happens to a connection that is accepted."""
+    """The event loop of the server. It differs only in how a connection is accepted."""
 
     async def create_server(  # type: ignore[override]
         self,
@@ -179,4 +178,4 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 SETTINGS: dict[str, Any] = {"http": GuardedHttp, "loop": f"{__name__}:{Loop.__name__}", "ws": "none"}
-"""What uvicorn has to be called with."""
+"""Arguments for uvicorn."""

@@ -1,7 +1,7 @@
-"""The nodes a SuperLink lets in, with the names their keys were registered under.
+"""The nodes that a SuperLink admits, with the names of their registered keys.
 
-`flwr supernode list` leaves out names and keys, and `flwr supernode register` takes two seconds for a key, so this asks the
-same Control API itself.
+`flwr supernode list` omits names and keys, and `flwr supernode register` takes two seconds for a key, so this module calls
+the same Control API itself.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ SINCE = {"registered": "registered_at", "online": "last_activated_at", "offline"
 
 @dataclass(frozen=True)
 class Node:
-    """A node that was registered, by its key or, in an insecure federation, by itself."""
+    """A registered node. In an insecure federation a node registers itself."""
 
     id: int
     name: str
-    """Of its key; empty in an insecure federation."""
+    """The name of its key; empty in an insecure federation."""
     status: str
-    """Registered (never seen), online or offline."""
+    """registered (never connected), online or offline."""
     since: str
-    """When that began, as ISO 8601 in UTC."""
+    """When this status began, as ISO 8601 in UTC."""
     key: bytes
     """Its public key, as PEM."""
 
 
 class Register:
-    """The register of a running SuperLink. Where none answers, a ConnectionError; where it refuses, a RunError."""
+    """The register of a running SuperLink. ConnectionError if none answers, RunError if it refuses."""
 
     def __init__(self, address: str, ca_certificate: Path | None) -> None:
         self._client = ControlHttpClient.from_server_address(
@@ -56,7 +56,7 @@ class Register:
         self._client.close()
 
     def nodes(self) -> list[Node]:
-        """All nodes but those that were taken out, by name."""
+        """All nodes except removed ones, by name."""
         with _understood():
             found = self._client.ListNodes(ListNodesRequest()).nodes_info
         here = [each for each in found if each.status != GONE]
@@ -67,23 +67,23 @@ class Register:
         return sorted(nodes, key=lambda node: (node.name, node.id))
 
     def add(self, name: str, key: bytes) -> None:
-        """Let a key in. One that was taken out cannot come back."""
+        """Admit a key. A removed key cannot be admitted again."""
         with _understood():
             self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
 
     def remove(self, node: Node) -> None:
-        """Let a node in no longer: what it sends is refused from now on."""
+        """Remove a node: its messages are refused from now on."""
         with _understood():
             self._client.UnregisterNode(UnregisterNodeRequest(node_id=node.id))
 
 
 @contextmanager
 def _understood() -> Iterator[None]:
-    """Failures of HTTP in words of ours."""
+    """Turn HTTP failures into our errors."""
     try:
         yield
     except httpx.HTTPStatusError as error:
-        said = FlowerError.from_json(error.response.text)
-        raise RunError(f"Flower: {said.message if said else error}") from error
+        reported = FlowerError.from_json(error.response.text)
+        raise RunError(f"Flower: {reported.message if reported else error}") from error
     except httpx.HTTPError as error:
         raise ConnectionError(str(error)) from error

@@ -1,7 +1,7 @@
-"""`engine.kind: flower-simulation`: every client a node that Flower simulates in processes of Ray, on this machine.
+"""`engine.kind: flower-simulation`: every client is a node that Flower simulates in Ray processes on this machine.
 
-Flower calls its function for this deprecated in favour of `flwr run`, which would leave a SuperLink behind on the machine
-and could not tell this process what went wrong. The version of Flower is pinned.
+Flower has deprecated the function used here and recommends `flwr run`, but that leaves a SuperLink running on the machine
+and does not report errors to this process. The version of Flower is pinned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedprompt.errors import RunError
 if TYPE_CHECKING:
     from fedprompt.engines.remote.node import SimulatedNode
 
-AHEAD = 2  # orders under way for every process of Ray
+AHEAD = 2  # open orders per Ray process
 
 client_app = ClientApp()
 _node: SimulatedNode | None = None  # of this process
@@ -32,7 +32,7 @@ _node: SimulatedNode | None = None  # of this process
 
 @client_app.train()
 def _train(message: Message, context: Context) -> Message:
-    """What a process of Ray does with an order. It prepares once and then plays any client."""
+    """How a Ray process handles an order. It prepares once and can then act as any client."""
     global _node
     if _node is None:
         import torch
@@ -46,7 +46,7 @@ def _train(message: Message, context: Context) -> Message:
 
 
 def simulate(clients: int, settings: EngineConfig, work: Work) -> None:
-    """Do `work` with a post that reaches so many simulated nodes; what it raises is raised here."""
+    """Run `work` with a connection to this number of simulated nodes; its errors are raised here."""
     processes = settings.workers or os.cpu_count() or 1
     server_app = ServerApp()
     raised: list[BaseException] = []
@@ -70,10 +70,10 @@ def simulate(clients: int, settings: EngineConfig, work: Work) -> None:
                 "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
             },
         )
-    except (ImportError, RuntimeError) as error:  # Flower says no more than that there was one
+    except (ImportError, RuntimeError) as error:  # Flower reports only that there was an error
         raise RunError(f"Flower's simulation did not run: {_first(error)}") from error
     finally:
-        over.set()  # an interrupt reaches this thread alone
+        over.set()  # Ctrl-C reaches only this thread
         _end_ray()
     for stopped_by in raised:
         raise stopped_by

@@ -1,20 +1,20 @@
 """Flower's SuperLink in this process, behind a gate.
 
-Flower answers everything on one port: the Fleet API, where nodes prove themselves by their keys, and the Control and Runtime
-APIs, which its open-source SuperLink leaves to anyone who can reach the port: to register a key, or to start code. The gate
-lets other machines have the Fleet API and the health route only.
+Flower serves everything on one port: the Fleet API, where nodes authenticate with their keys, and the Control and Runtime
+APIs, which its open-source SuperLink leaves open to anyone who can reach the port: to register a key, or to start code. The
+gate gives other machines access to the Fleet API and the health route only.
 
-Who counts as this machine: a peer with a loopback address. Where the server listens at one address that is not of loopback,
-a peer with that very address too, since this machine has no other way to call it. That is read from the connection, never
-from a header: uvicorn would believe an `X-Forwarded-For` of a trusted proxy, so it is set to trust no proxy, and whatever
-arrives with such a header came through a proxy and counts as another machine; so does what a page in a browser sends. What
-hands connections on under an address of this machine (`ssh -L`, a plain TCP relay, the published ports of rootless
-containers) speaks with its voice: who runs one hands out control of the federation. So do accounts on that machine: whoever
-can log in there can reach the Control API.
+A peer counts as this machine if it has a loopback address. If the server listens at a single address that is not loopback, a
+peer with that same address counts too, since this machine has no other way to call it. The address is read from the
+connection, never from a header: uvicorn would trust an `X-Forwarded-For` from a trusted proxy, so it is set to trust no proxy.
+A request with such a header came through a proxy and counts as another machine, and so does a request from a web page in a
+browser. A forwarder on this machine (`ssh -L`, a plain TCP relay, the published ports of rootless containers) makes other
+peers look local: running one gives them control of the federation. Every account that can log in on this machine can reach
+the Control API.
 
-Who has not proved to be a node may send small requests only, and soon: Flower reads a request whole before it asks who sent
-it. The proof is in the headers, so the gate has it looked at before the body is read. What nodes send is bounded together, and
-each of them by itself. `doorkeeper.py` bounds what comes before the headers are there.
+An unauthenticated peer may send only small requests, within a short time: Flower reads the whole request before it checks the
+sender. The proof of identity is in the headers, so the gate checks it before the body is read. Requests of nodes are limited
+in total and per node. `doorkeeper.py` limits what happens before the headers are complete.
 """
 
 from __future__ import annotations
@@ -56,15 +56,17 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REFUSAL = json.dumps({"detail": "only nodes of the federation are served from other machines"}).encode()
-TOO_LARGE = json.dumps({"detail": "a message of this federation is smaller, and comes with the key of a node"}).encode()
-NO_LENGTH = json.dumps({"detail": "a message of this federation says how long it is"}).encode()
+TOO_LARGE = json.dumps(
+    {"detail": "a message of this federation must be smaller, and signed with the key of a node"}
+).encode()
+NO_LENGTH = json.dumps({"detail": "a message of this federation must state its length"}).encode()
 TOO_SLOW = json.dumps({"detail": "the request did not arrive in time"}).encode()
-TOO_MANY = json.dumps({"detail": "the server has its hands full; try again"}).encode()
+TOO_MANY = json.dumps({"detail": "the server is busy; try again"}).encode()
 LARGEST_REQUEST = 2**28  # bytes of a request of a node; prompts are kilobytes, LoRA on a large model megabytes
-SMALL_REQUEST = 2**16  # bytes of a request of somebody who has not proved to be a node
-IN_FLIGHT = 2 * LARGEST_REQUEST  # bytes of all requests of nodes that are larger than that, until they are answered
-PATIENCE, SLOWEST = 10.0, 2**17  # seconds for a body, and bytes a second that are granted on top
-TURN = 20.0  # seconds that a large request waits for others to be answered; nodes give up after 30
+SMALL_REQUEST = 2**16  # bytes of a request of an unauthenticated peer
+IN_FLIGHT = 2 * LARGEST_REQUEST  # bytes of all unanswered larger requests of nodes together
+PATIENCE, SLOWEST = 10.0, 2**17  # seconds for a body, plus one second for each so many bytes
+TURN = 20.0  # seconds that a large request waits for other requests; nodes give up after 30
 BETWEEN = {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"origin"}  # proxies, browsers
 OPEN_SERVERS = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")  # ports of Flower without a gate
 
@@ -92,7 +94,7 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request on a route of nodes, once it is there as a whole: no larger than its sender may, and not for ever."""
+        """Pass on a request of a node route once it is complete, within the sender's limits of size and time."""
         key = await proven_key(scope)
         visit: Visit | None = scope.get(VISIT)
         if visit is not None:
@@ -114,7 +116,7 @@ class Gate:
                     return
                 if parts is None:
                     await _refuse(send, 413, TOO_LARGE)
-                elif parts[-1]["type"] == "http.request":  # else its sender is gone
+                elif parts[-1]["type"] == "http.request":  # otherwise the sender has disconnected
 
                     async def again() -> MutableMapping[str, Any]:
                         return parts.pop(0) if parts else await receive()
@@ -125,7 +127,7 @@ class Gate:
 
 
 class NoRoom(Exception):
-    """Other requests are in the way, and were for a while."""
+    """Other requests have used the whole limit for too long."""
 
 
 class Flight:
@@ -137,7 +139,7 @@ class Flight:
 
     @asynccontextmanager
     async def room_for(self, key: bytes, size: int) -> AsyncIterator[None]:
-        """Room for a request of so many bytes, which may have to wait for it; a small one needs none."""
+        """Reserve `size` bytes for a request, waiting if needed; a small request needs no reservation."""
         counted = size if size > SMALL_REQUEST else 0
         try:
             async with asyncio.timeout(TURN):
@@ -163,9 +165,9 @@ class Flight:
 
 
 async def proven_key(scope: Scope) -> bytes:
-    """The public key of the node that sent a request, by the proof in its headers; empty where there is none.
+    """The public key of the node that sent a request, from the proof in its headers; empty if there is none.
 
-    Flower's own check does the work. It also compares the body with the key, and does so again when the body is there.
+    This calls Flower's own check. Flower repeats it, together with the body, when the body has arrived.
     """
     headers = Headers(scope=scope)
     try:
@@ -188,7 +190,7 @@ async def proven_key(scope: Scope) -> bytes:
 
 
 def _announced(scope: Scope) -> int:
-    """How many bytes a request says it has. One that does not say has to be small."""
+    """The declared size of a request in bytes. A request without one must be small."""
     for name, value in scope["headers"]:
         if name.lower() == b"content-length" and value.isdigit():
             return int(value)
@@ -196,7 +198,7 @@ def _announced(scope: Scope) -> int:
 
 
 async def _whole(receive: Receive, size: int) -> list[MutableMapping[str, Any]] | None:
-    """All parts of a request; None where they are more than so many bytes."""
+    """All parts of a request; None if they exceed the limit in bytes."""
     taken, parts = 0, []
     while True:
         part = await receive()
@@ -210,13 +212,13 @@ async def _whole(receive: Receive, size: int) -> list[MutableMapping[str, Any]] 
 
 async def _refuse(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers.append((b"connection", b"close"))  # what else comes is not read
+    headers.append((b"connection", b"close"))  # further bytes are not read
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 def for_nodes(scope: Scope) -> bool:
-    """Whether the request is one that nodes make. The path is compared as it will be routed: decoded, and to the letter."""
+    """Whether the path is a node route. It is compared exactly as it will be routed: decoded, without any tolerance."""
     return scope["type"] == "http" and not scope.get("root_path") and bool(_FOR_NODES.fullmatch(scope["path"]))
 
 
@@ -229,13 +231,13 @@ def from_this_machine(scope: Scope, own_address: bool) -> bool:
 
 
 def serve(arguments: Sequence[str], own_address: bool) -> None:
-    """Run `flower-superlink ARGUMENTS` in this process, behind the gate, until it is told to end.
+    """Run `flower-superlink ARGUMENTS` in this process, behind the gate, until it is stopped.
 
-    `own_address` says that it listens at one address that is not of loopback.
+    `own_address`: it listens at a single address that is not loopback.
     """
     for name in OPEN_SERVERS:
         os.environ.pop(name, None)
-    os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn believes no header about who calls
+    os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn ignores headers about the sender
     logging.getLogger("uvicorn.access").addFilter(failures_only)
     put_up_gate(own_address)
     sys.argv = ["flower-superlink", *arguments]
@@ -243,31 +245,31 @@ def serve(arguments: Sequence[str], own_address: bool) -> None:
 
 
 def failures_only(record: logging.LogRecord) -> bool:
-    """Keeps out of the log what nodes ask every few seconds, unless it was refused."""
+    """Keeps the frequent requests of nodes out of the log, unless they were refused."""
     status = record.args[-1] if isinstance(record.args, tuple) and record.args else None
     return not isinstance(status, int) or status >= 400
 
 
 def put_up_gate(own_address: bool = False) -> None:
-    """Hang the gate into Flower's hook for middleware and the doorkeeper into its server; raise where Flower has no such place."""
+    """Install the gate as Flower's middleware and the doorkeeper in its server; raise if Flower has no such hook."""
     before = extensions.get_middleware
     extensions.get_middleware = lambda: (Middleware(Gate, own_address=own_address), *before())
     built = main._get_middleware()
     if not built or built[0].cls is not Gate:  # type: ignore[comparison-overlap]
         raise RunError(
-            "the installed version of Flower does not ask flwr.superlink.extensions for middleware any more, so its Control "
-            "API would be open to other machines; install the one of fedprompt[flower]"
+            "the installed version of Flower no longer reads middleware from flwr.superlink.extensions, so its Control "
+            "API would be open to other machines; install the version of fedprompt[flower]"
         )
     if not hasattr(program, "uvicorn"):
         raise RunError(
-            "the installed version of Flower does not start its server by uvicorn.run any more, so that connections would "
-            "have no limits; install the one of fedprompt[flower]"
+            "the installed version of Flower no longer starts its server by uvicorn.run, so connections would "
+            "have no limits; install the version of fedprompt[flower]"
         )
     program.uvicorn = SimpleNamespace(run=partial(uvicorn.run, **SETTINGS))
 
 
 def _address(end: Sequence[Any] | None) -> IPv4Address | IPv6Address | None:
-    """The address of one end of a connection; an IPv4 address that came as an IPv6 one is what it was."""
+    """The address of one end of a connection; an IPv4 address mapped to IPv6 is converted back."""
     try:
         address = ip_address(str(end[0]).partition("%")[0]) if end else None
     except ValueError:

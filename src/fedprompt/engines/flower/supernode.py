@@ -1,8 +1,8 @@
-"""A site's end of the line: Flower's own SuperNode, whose tasks are done here instead of in a process for each.
+"""A site's connection: Flower's own SuperNode, with its tasks done in this process instead of one process per task.
 
-The SuperNode runs with `--isolation process`, which leaves its tasks to whoever can prove that it knows a secret. Flower's own
-programs would now unpack the code that came with the run and start it. This one takes the order out of the message, has
-it done by the code that is installed here, and never looks at what else came.
+The SuperNode runs with `--isolation process`, which gives its tasks to any program that holds a secret. Flower's own program
+would unpack the code sent with the run and start it. This one takes the order from the message, runs it with the code
+that is installed here, and ignores the rest of the message.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ program: Any = import_module("flwr.supernode.cli.flower_supernode")  # the packa
 loop: Any = import_module("flwr.supernode.start_client_internal")
 
 HERE = "127.0.0.1"
-PAUSE = 0.2  # seconds between two looks for a task
-BRISK, SOON = 0.3, 15.0  # seconds between two looks for a message, in the seconds after the last one
-HEARTBEAT = 10.0  # seconds between two signs of life of a task; Flower gives up after 60
-CHATTER = ("[RUN ", "Receiving: ", "Received ", "Sending: ", "Sent ", "EXPERIMENTAL")  # how lines of Flower's begin
+PAUSE = 0.2  # seconds between two checks for a task
+BRISK, SOON = 0.3, 15.0  # seconds between two checks for a message, for so many seconds after the last one
+HEARTBEAT = 10.0  # seconds between two heartbeats of a task; Flower gives up after 60
+CHATTER = ("[RUN ", "Receiving: ", "Received ", "Sending: ", "Sent ", "EXPERIMENTAL")  # how Flower's log lines begin
 PROTECTED = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 Work = Callable[[bytes], bytes]  # the answer to an order
@@ -80,16 +80,16 @@ def attend(arguments: Sequence[str], work: Work) -> None:
 
 
 class Pace:
-    """How long the SuperNode waits between two looks for a message: three seconds, but hardly at all while a run is on.
+    """How long the SuperNode waits between two checks for a message: three seconds, but much less during a run.
 
-    It stands for the module `time` in Flower's loop. A server with many idle nodes is asked no more often than before.
+    It replaces the module `time` in Flower's loop. Idle nodes poll the server no more often than before.
     """
 
     def __init__(self) -> None:
         self._last = -math.inf
 
     def busy(self) -> None:
-        """A message was answered; the next one may follow soon."""
+        """Note that a message was answered; the next one may follow soon."""
         self._last = time.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -97,10 +97,10 @@ class Pace:
 
 
 def clean_up_after_stopped_runs() -> None:
-    """Have the SuperNode forget a message whose run was stopped while it came in.
+    """Let the SuperNode drop a message whose run was stopped during the transfer.
 
-    What tells so is no `Exception`, so it passes Flower's own cleaning up, and the task that was made for the message would
-    wait for the rest of it for ever.
+    The signal for this is not an `Exception`, so it skips Flower's own cleanup, and the task created for the message
+    would wait for ever.
     """
     original = loop._pull_and_store_message
 
@@ -122,7 +122,7 @@ def _failing_plainly(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _when_listening(then: Callable[[], None]) -> None:
-    """Do something once the SuperNode of this process has its port. Before that it might be somebody else's."""
+    """Call a function once the SuperNode of this process has its port. Before that, another process could own the port."""
     original = program._start_supernode_http_api
 
     def started(*arguments: Any, **settings: Any) -> Any:
@@ -141,13 +141,13 @@ def free_port() -> int:
 
 
 def _attend(port: int, secret: bytes, work: Work) -> None:
-    """Take one task after another. Where the SuperNode has ended this process is about to, too."""
+    """Do one task after another. When the SuperNode ends, this process ends soon, too."""
     client = _client(port, SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=PROTECTED))
     request = AcquireTaskRequest(supported_task_types={TaskType.CLIENT_APP})
     while True:
         try:
             found = client.AcquireTask(request)
-        except Exception as error:  # going down, or a matter of one run
+        except Exception as error:  # shutting down, or an error of one run
             if not isinstance(error, httpx.TransportError):
                 print(safe_line(f"no task: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
             time.sleep(PAUSE)
@@ -174,7 +174,7 @@ def _do(port: int, token: str, work: Work) -> None:
 
 @contextmanager
 def _alive(client: RuntimeHttpClient) -> Iterator[None]:
-    """Tell the SuperNode now and then that a task is being worked on."""
+    """Send the SuperNode heartbeats while a task is running."""
     done = Event()
 
     def beat() -> None:
@@ -194,16 +194,16 @@ def _alive(client: RuntimeHttpClient) -> Iterator[None]:
 def _client(port: int, interceptor: ProtobufClientInterceptor) -> RuntimeHttpClient:
     return RuntimeHttpClient.from_server_address(
         server_address=f"{HERE}:{port}",
-        insecure=True,  # the port is this machine's own, and this process's
+        insecure=True,  # the port is local to this machine and belongs to this process
         root_certificates=None,
         interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec"), interceptor],
-        retry_invoker=None,  # Flower's own ends the process where a task is no longer known
+        retry_invoker=None,  # Flower's own invoker ends the process if a task is unknown
     )
 
 
 @contextmanager
 def _secret_file(secret: bytes) -> Iterator[Path]:
-    """The secret in a file that this user alone can read, until the SuperNode has read it and ended."""
+    """The secret in a file that only this user can read. It is deleted when the SuperNode has ended."""
     with tempfile.TemporaryDirectory(prefix="fedprompt-node-") as folder:
         file = Path(folder) / "secret"
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
@@ -212,5 +212,5 @@ def _secret_file(secret: bytes) -> Iterator[Path]:
 
 
 def _worth_telling(record: logging.LogRecord) -> bool:
-    """Not five lines for every message, of which the node tells itself, nor that the secret is experimental."""
+    """Hide Flower's five lines per message, which the node logs itself, and the warning that the secret is experimental."""
     return not record.getMessage().strip().startswith(CHATTER) and bool(record.getMessage().strip())

@@ -1,4 +1,4 @@
-"""Orders and answers as messages of Flower: one record with one field, whose bytes are none of Flower's business."""
+"""Orders and answers as Flower messages: one record with one field of bytes, which Flower does not read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fedprompt.errors import RunError
 
 RECORD = "fedprompt"
 ORDER, ANSWER = "order", "answer"
-PAUSE = 0.2  # seconds between two looks for answers
-EACH = 0.02  # the same for each answer that is waited for, where there are many
-SETTLE = 5.0  # seconds without a new site after which those that are connected are all
-SKEW = 305.0  # seconds by which the clocks of two machines may differ; Flower believes as much
-LONGEST_REASON = 500  # letters of what Flower says of a message that failed
+PAUSE = 0.2  # seconds between two checks for answers
+EACH = 0.02  # the same per open answer, if there are many
+SETTLE = 5.0  # seconds without a new site after which the list of sites is complete
+SKEW = 305.0  # seconds by which the clocks of two machines may differ; Flower uses the same limit
+LONGEST_REASON = 500  # characters of Flower's reason for a failed message
 
 
 def order_in(message: Message) -> bytes:
-    """The order in a message that reached a node; empty where there is none."""
+    """The order in a message to a node; empty if there is none."""
     return _field(message, ORDER) or b""
 
 
@@ -50,23 +50,23 @@ class GridPost:
         window: int = 10**6,
         over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """A node has `deadline` seconds for an order. For one that is not connected a round waits `patience` seconds.
+        """A node has `deadline` seconds for an order. A round waits `patience` seconds for a node that is not connected.
 
-        `over` tells that the answers are no longer wanted.
+        `over` returns True when the answers are no longer needed.
         """
         self._grid, self._deadline, self._patience, self._window = grid, deadline, patience, window
         self._over = over
 
     def nodes(self) -> Mapping[int, int]:
-        """The connected nodes by client. In a simulation any node can play any client."""
+        """The connected nodes by client. In a simulation any node can act as any client."""
         return dict(enumerate(sorted(self._grid.get_node_ids())))
 
     def deliver(
         self, orders: Iterable[tuple[int, bytes]], patience: float | None = None
     ) -> Iterator[tuple[int, bytes | Failure]]:
-        """The answers as they come. `patience`, where it is given, counts instead of the usual one."""
+        """The answers as they arrive. `patience`, if given, replaces the usual one."""
         patience = self._patience if patience is None else patience
-        waiting: dict[str, tuple[int, float]] = {}  # message -> client and when its time is up
+        waiting: dict[str, tuple[int, float]] = {}  # message -> client and its deadline
         absent: dict[int, bytes] = {}
         more, nodes, begin = iter(orders), self.nodes(), time.monotonic()
         exhausted = False
@@ -94,12 +94,12 @@ class GridPost:
                 time.sleep(max(PAUSE, EACH * len(waiting)))
 
     def _sent(self, orders: Sequence[tuple[int, bytes]], nodes: Mapping[int, int]) -> dict[str, tuple[int, float]]:
-        """The messages that are on their way, by their number."""
+        """The sent messages, by their number."""
         if not orders:
             return {}
         messages = [self._message(nodes[client], order) for client, order in orders]
         numbers: list[str | None] = list(self._grid.push_messages(messages))
-        numbers = numbers or [None] * len(messages)  # none at all: too large for Flower
+        numbers = numbers or [None] * len(messages)  # None: too large for Flower
         end = time.monotonic() + self._deadline
         return {
             number or f"unsent {client}": (client, end if number else -math.inf)
@@ -111,7 +111,7 @@ class GridPost:
         return Message(content, node, MessageType.TRAIN, ttl=self._deadline + SKEW)
 
     def _arrived(self, waiting: dict[str, tuple[int, float]]) -> Iterator[tuple[int, bytes | Failure]]:
-        """What has come back, and whose time is up; neither is waited for any longer."""
+        """New answers and missed deadlines; both are removed from `waiting`."""
         if not waiting:
             return
         for message in self._pulled([number for number, (_, end) in waiting.items() if end > 0]):
@@ -129,7 +129,7 @@ class GridPost:
             yield client, late if end > 0 else Failure(client, "absent", "must be there to take a message of this size")
 
     def _pulled(self, numbers: Sequence[str]) -> Iterator[Message | tuple[str, str]]:
-        """The messages that are there."""
+        """The messages that have arrived."""
         yield from self._grid.pull_messages(numbers) if numbers else ()
 
     def _read(self, client: int, message: Message) -> bytes | Failure:
@@ -141,10 +141,10 @@ class GridPost:
 
 
 class SitesByGrid(GridPost):
-    """The same for sites, which are known by the names their keys were registered under."""
+    """The same for sites, identified by the names of their registered keys."""
 
     def __init__(self, grid: Grid, deadline: float, patience: float, trusting: bool = False) -> None:
-        """`trusting` believes a node without a registered name what it says of itself: for insecure federations only."""
+        """`trusting` accepts the name that an unregistered node gives itself: for insecure federations only."""
         super().__init__(grid, deadline, patience)
         self._trusting = trusting
         self._introductions: dict[int, str] = {}
@@ -157,7 +157,9 @@ class SitesByGrid(GridPost):
         sites = self._sites()
         chosen = list(names or sorted(sites))
         self.number(chosen)
-        delivered = self.deliver(((client, order) for client in range(len(chosen))), patience=0.0)  # it has waited
+        delivered = self.deliver(
+            ((client, order) for client in range(len(chosen))), patience=0.0
+        )  # waiting is already done
         return {chosen[client]: came for client, came in delivered}
 
     def number(self, names: Sequence[str], introduction: bytes = b"") -> None:
@@ -168,13 +170,13 @@ class SitesByGrid(GridPost):
         return {client: sites[name] for client, name in enumerate(self._names) if name in sites}
 
     def _pulled(self, numbers: Sequence[str]) -> Iterator[Message | tuple[str, str]]:
-        """One by one: Flower raises at a message it cannot read, and would have deleted those before it."""
+        """Pull messages one by one: Flower raises at an unreadable message, after it has deleted those before it."""
         for number in numbers:
             try:
                 yield from self._grid.pull_messages([number])
             except httpx.HTTPError:
                 raise
-            except Exception as error:  # of whatever kind Flower's reading of it raises
+            except Exception as error:  # any kind that Flower's parser raises
                 yield number, type(error).__name__
 
     def _sites(self) -> dict[str, int]:
@@ -182,13 +184,13 @@ class SitesByGrid(GridPost):
         connected = {node.node_id: node.name for node in self._grid.get_nodes()}
         if self._trusting:
             self._ask({node for node, name in connected.items() if not name} - set(self._introductions))
-            met = list(self._introductions)  # of two that say the same name, one was killed: the later one counts
+            met = list(self._introductions)  # if two give the same name, one was killed: the later one counts
             connected = {node: name or self._introductions.get(node, "") for node, name in connected.items()}
             connected = dict(sorted(connected.items(), key=lambda each: met.index(each[0]) if each[0] in met else -1))
         return {name: node for node, name in connected.items() if name}
 
     def _ask(self, strangers: set[int]) -> None:
-        """Have nodes without a name say it."""
+        """Request the names of nodes without a registered name."""
         if not strangers or not self._introduction:
             return
         order = sorted(strangers)
@@ -198,7 +200,7 @@ class SitesByGrid(GridPost):
             self._introductions[order[place]] = name
 
     def _wait_for(self, names: Sequence[str]) -> None:
-        """Until all of these are connected; where none are given, until no other comes for a while."""
+        """Wait until all of these are connected; if none are given, until no new one has connected for a while."""
         begin = last = time.monotonic()
         known: set[str] = set()
         while time.monotonic() - begin < self._patience:
@@ -213,7 +215,7 @@ class SitesByGrid(GridPost):
 
 
 class _Fixed(GridPost):
-    """Carries orders to nodes that are given."""
+    """Carries orders to given nodes."""
 
     def __init__(self, grid: Grid, deadline: float, nodes: Sequence[int]) -> None:
         super().__init__(grid, deadline)
@@ -231,4 +233,4 @@ def _name_in(blob: bytes) -> str:
     return "" if met is None else met.name
 
 
-Work = Callable[[GridPost], None]  # what is done once there is a post
+Work = Callable[[GridPost], None]  # called once the nodes can be reached

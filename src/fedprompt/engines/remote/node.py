@@ -1,7 +1,7 @@
-"""The far side of `engines/remote/remote_engine.py`: takes an order, does what it says for one client, and answers. Free of Flower.
+"""The node side of `engines/remote/remote_engine.py`: takes an order, carries it out for one client, and answers. Free of Flower.
 
-A node runs its own copy of fedprompt on its own images. What comes from the server is settings and tensors, never code, and
-what goes back has passed the audit of `core/wire.py`. Of an error it tells the server only what cannot be about images.
+A node runs its own copy of fedprompt on its own images. The server sends settings and tensors, never code. Every
+update passes the audit of `core/wire.py`. An error message for the server never contains anything about images.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from fedprompt.privacy import mechanism
 from fedprompt.privacy.keystream import Keystream, new_keystream
 from fedprompt.tensors import Tensors
 
-TOLD: dict[type[FedpromptError], str] = {
+REPORTED: dict[type[FedpromptError], str] = {
     ConfigError: "config",
     ContractError: "contract",
     DivergenceError: "finite",
     RunError: "state",
-}  # errors whose text speaks of settings and tensors alone, and the rule they are told under
+}  # errors whose text contains only settings and tensor names, and the rule they are reported under
 
 
 class Refusal(Exception):
-    """A node will not do what it was asked; the rule in a word, and a sentence that anybody may read."""
+    """A node refuses an order: the name of the rule, and a sentence without private details."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(text)
@@ -62,7 +62,7 @@ class Refusal(Exception):
 
 
 class Node(ABC):
-    """Does the orders of one run after another; data and backbone stay in memory from order to order."""
+    """Carries out the orders of one run at a time; data and backbone stay in memory between orders."""
 
     def __init__(self) -> None:
         self._known: Setting | None = None
@@ -70,7 +70,7 @@ class Node(ABC):
         self._made: tuple[ClientRuntime, NodeState] | None = None
 
     def answer(self, blob: bytes) -> bytes:
-        """The answer to an order, whatever it is: an error is one too."""
+        """The answer to an order. An error is also returned as an answer."""
         try:
             order = Order.from_bytes(blob)
         except ValueError as error:
@@ -78,13 +78,13 @@ class Node(ABC):
         try:
             return self._done(order).to_bytes()
         except Refusal as refusal:
-            say(f"refused: {refusal}")
+            log(f"refused: {refusal}")
             failure = (refusal.rule, str(refusal))
         except FedpromptError as error:
-            say(f"{type(error).__name__}: {error}")
-            failure = _told(error)
+            log(f"{type(error).__name__}: {error}")
+            failure = _reported(error)
         except Exception as error:
-            say(traceback.format_exc())
+            log(traceback.format_exc())
             failure = ("error", f"{type(error).__name__}: see the log of the node")
         return Answer(failure).to_bytes()
 
@@ -94,7 +94,7 @@ class Node(ABC):
 
     @abstractmethod
     def make(self, setting: Setting, client: int) -> tuple[ClientRuntime, NodeState]:
-        """The client's side of a run; a Refusal where this node cannot be that client."""
+        """The client's side of a run; a Refusal if this node cannot be that client."""
 
     def _done(self, order: Order) -> Answer:
         if order.setting.version != __version__:
@@ -121,16 +121,16 @@ class Node(ABC):
             packed = self.update(order, runtime, states, received)
             return Answer(result=result, withheld=withheld, packed=packed)
         except DivergenceError as error:
-            return Answer(_told(error), result=result, withheld=withheld)
+            return Answer(_reported(error), result=result, withheld=withheld)
 
     def evaluate(
         self, round: int, order: Order, runtime: ClientRuntime, states: NodeState, received: Tensors
     ) -> ClientResult:
-        """The figures of a round; a Refusal where they are withheld."""
+        """The figures of a round; a Refusal if they are withheld."""
         return runtime.evaluate(round, order.client, received)
 
     def update(self, order: Order, runtime: ClientRuntime, states: NodeState, received: Tensors) -> bytes:
-        """What goes up: statistics before the first round, or what came of training."""
+        """The upload: statistics before the first round, otherwise the result of training."""
         if order.train is None:
             return wire.pack(runtime.survey(order.client, received))
         return wire.pack(runtime.train(order.train, order.client, received))
@@ -144,7 +144,7 @@ class Node(ABC):
 
 
 class SimulatedNode(Node):
-    """Any client of a partition, in a process that plays many of them."""
+    """Any client of a partition, in a process that acts as many of them."""
 
     def meet(self, setting: Setting) -> Meeting:
         raise Refusal("order", "simulated nodes need no introduction")
@@ -163,7 +163,7 @@ class SimulatedNode(Node):
 
 
 class Site(Node):
-    """One client with images of its own. Everything it keeps is under `directory`, which no one else needs to see."""
+    """One client with its own images. All its files are under `directory`, which is private."""
 
     def __init__(
         self,
@@ -177,9 +177,9 @@ class Site(Node):
         least_noise: float = 0.0,
         policy: SitePolicy | None = None,
     ) -> None:
-        """`device` and `weights` are this node's own choice of where to compute and where the backbone lies.
+        """`device` and `weights` are this node's own choice of device and backbone file.
 
-        `policy` is what the site allows, the default one when absent. `least_noise` may ask for more noise than it does.
+        `policy` is what the site allows, the default one when absent. `least_noise` may require more noise than the policy.
         """
         super().__init__()
         self.name, self._data, self._format, self._directory = name, data, format, directory
@@ -192,19 +192,19 @@ class Site(Node):
     def evaluate(
         self, round: int, order: Order, runtime: ClientRuntime, states: NodeState, received: Tensors
     ) -> ClientResult:
-        """What the policy lets out of it: once for every round, and the same again for the same question."""
+        """The figures that the policy allows. Each round has one answer, which is repeated for the same question."""
         if self.policy.evaluate == "none":
             raise Refusal("evaluation", "this site gives no figures of its test images")
         record, images = RunRecord(self._directory, order.setting.run), runtime.bank.images(order.client, "test")
         if len(images) < self.policy.least_test_images:
             text = f"this site gives no figures of fewer than {self.policy.least_test_images} test images"
             raise Refusal("evaluation", text)
-        ledger, asked = (
+        ledger, request = (
             Ledger(record.folder / "tested" / self.name),
             question("evaluate", received, states.get(order.client)),
         )
         try:
-            known = ledger.answered(round, asked)
+            known = ledger.answered(round, request)
         except RunError as error:
             raise Refusal("evaluation", f"evaluation: {error}") from error
         if known is not None:
@@ -219,14 +219,14 @@ class Site(Node):
         except Exception as error:
             if not _is_private(runtime) or _is_about_files(error):
                 raise
-            say(f"evaluation of round {round} came to nothing: {type(error).__name__}: {error}")
+            log(f"evaluation of round {round} failed: {type(error).__name__}: {error}")
             result = site_figures.nothing_right(len(images))
-        result = site_figures.told(self.policy, result)
-        ledger.note(round, asked, Entry(json.dumps(result.to_json()).encode(), {}))
+        result = site_figures.released(self.policy, result)
+        ledger.note(round, request, Entry(json.dumps(result.to_json()).encode(), {}))
         return result
 
     def update(self, order: Order, runtime: ClientRuntime, states: NodeState, received: Tensors) -> bytes:
-        """The same, and in a private run the same again for the same round."""
+        """The same; a private run repeats the stored answer for a round that was already answered."""
         run, round = order.setting.run, order.train or 0
         record = RunRecord(self._directory, run)
         if not _is_private(runtime):
@@ -234,21 +234,21 @@ class Site(Node):
             record.note_trained(round)
             return super().update(order, runtime, states, received)
         ledger = Ledger(record.folder / "sent" / self.name)
-        asked = question(order.kind, order.received, states.get(order.client))
-        known = ledger.answered(round, asked)
+        request = question(order.kind, order.received, states.get(order.client))
+        known = ledger.answered(round, request)
         if known is None:
             assert runtime.terms is not None
             self._afford(self.spent.charge_update(run, round, runtime.terms.noise))
             record.note_trained(round)
             packed = self._private_update(order, runtime, states, received)
             known = Entry(packed, states.get(order.client) or {})
-            ledger.note(round, asked, known)
+            ledger.note(round, request, known)
         elif order.train is not None:
             states.put(order.client, known.state)
         return known.packed
 
     def _private_update(self, order: Order, runtime: ClientRuntime, states: NodeState, received: Tensors) -> bytes:
-        """An update, or a noised nothing where there is none: whether training diverges depends on images, too."""
+        """An update, or noise alone if training fails: whether it diverges depends on images, too."""
         if order.train is not None and order.keep_as is None:
             raise RunError("order.keep_as must be a number where a state is to be kept, got None")
         try:
@@ -256,7 +256,7 @@ class Site(Node):
         except Exception as error:
             if _is_about_files(error):
                 raise
-            say(f"{_deed(order)} came to nothing: {type(error).__name__}: {error}")
+            log(f"{_description(order)} failed: {type(error).__name__}: {error}")
             return wire.pack(runtime.nothing(order.train or 0, order.client, received))
 
     def _afford(self, complaint: str | None) -> None:
@@ -265,7 +265,7 @@ class Site(Node):
 
     def _done(self, order: Order) -> Answer:
         begin = time.monotonic()
-        say(f"begins: {_deed(order)}")
+        log(f"begins: {_description(order)}")
         try:
             for name, tensor in order.received.items():
                 if not wire.is_finite(tensor):
@@ -273,20 +273,20 @@ class Site(Node):
             return super()._done(order)
         finally:
             taken = time.monotonic() - begin
-            say(f"ends: {_deed(order)}, after {taken:.1f} s")
+            log(f"ends: {_description(order)}, after {taken:.1f} s")
             if self._made is not None and self._known is not None and self._known.run == order.setting.run:
                 RunRecord(self._directory, order.setting.run).add_seconds(taken)
 
     def check_images(self) -> None:
-        """Raise where there are no images to be used."""
+        """Raise if there are no usable images."""
         open_site(self._data, self._format, DataConfig(), self._directory / "cache")
 
     def inspect(self, config: Mapping[str, Any]) -> list[Refused]:
-        """Everything a run of this config would be refused for here; nothing of it is begun."""
+        """All reasons to refuse a run of this config here; nothing is started."""
         setting = Setting("0" * 32, config, "")
         found = list(refused_settings(self.policy, self._parsed(setting)))
         if found:
-            return found  # what has endless numbers is not built
+            return found  # a model with refused sizes is not built
         try:
             factory = self._factory(setting)
         except Refusal as refusal:
@@ -357,22 +357,24 @@ class Site(Node):
     def _split(self) -> SiteSplit:
         split = SiteSplit.of(self._directory, self.policy)
         if split.differs(self.policy):
-            say(f"WARNING: test_fraction and test_per_cell count as they were when this site first took part: {split}")
+            log(f"WARNING: test_fraction and test_per_cell count as they were when this site first took part: {split}")
         return split
 
     def _notice_changes(self, source: Source, run: str) -> None:
-        """Say in this node's own log that its images are not those it began a run with."""
+        """Log a warning if the images have changed since this node joined the run."""
         note = self._directory / "states" / run / "images"
         if note.exists() and note.read_text(encoding="ascii") != source.fingerprint:
-            say(f"WARNING: images at {self._data} have changed since this node joined the run; results may, too")
+            log(f"WARNING: images at {self._data} have changed since this node joined the run; results may, too")
         write_atomically(note, source.fingerprint.encode())
 
     def _parsed(self, setting: Setting) -> Config:
         """The run's settings, with all defaults spelled out."""
-        return registry.completed(configuration.parse(setting.config, check_names=False))  # the server has its own
+        return registry.completed(
+            configuration.parse(setting.config, check_names=False)
+        )  # the server may have other names registered
 
     def _factory(self, setting: Setting) -> ExperimentFactory:
-        """The run's settings, with this node's own where it runs and where it keeps things."""
+        """The run's settings, with this node's own device, weights and output directory."""
         config = self._parsed(setting)
         _refuse(refused_settings(self.policy, config))
         device, weights = self._device, self._weights
@@ -395,21 +397,21 @@ class Site(Node):
         return self._backbone[1]
 
     def _source(self, config: Config) -> Source:
-        data = config.data.model_copy(update={"per_domain": None})  # which images there are is not the server's choice
+        data = config.data.model_copy(update={"per_domain": None})  # the server does not choose the images
         return open_site(self._data, self._format, data, self._directory / "cache")
 
 
 def unknown_noise(round: int, client: int) -> Keystream:
-    """The bits of noise that cannot be removed again, not even by the server: every release has a key of its own."""
+    """Noise that the server cannot remove, because every release has a new secret key."""
     return new_keystream()
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(safe_text(text), file=sys.stderr, flush=True)
 
 
-def _deed(order: Order) -> str:
-    """What an order was about, for the node's log."""
+def _description(order: Order) -> str:
+    """A short description of an order, for the node's log."""
     if order.kind != "work":
         return {"meet": "introduction", "survey": "statistics"}[order.kind]
     parts = (("evaluation of round", order.evaluate), ("training of round", order.train))
@@ -417,26 +419,26 @@ def _deed(order: Order) -> str:
 
 
 def _refuse(found: Iterable[Refused]) -> None:
-    """Raise the first of what a run is refused for."""
+    """Raise the first reason for a refusal, if any."""
     for each in found:
         raise Refusal(each.rule, each.text)
 
 
 def _is_private(runtime: ClientRuntime) -> bool:
-    """Whether what goes up is noised here."""
+    """Whether noise is added to uploads on this side."""
     return runtime.terms is not None and runtime.terms.settings.noise_at != "server"
 
 
 def _is_about_files(error: Exception) -> bool:
-    """Whether an error says nothing of what images are like: settings, states, disks, and a method's own mistakes."""
+    """Whether an error is independent of image content: settings, states, disks, and a method's own bugs."""
     return isinstance(error, FedpromptError | OSError | MemoryError) and not isinstance(error, DivergenceError)
 
 
 def _check_rounds(order: Order, last: int) -> None:
-    """A private run has noise for its own rounds, not for more."""
-    for asked in (order.evaluate, order.train):
-        if asked is not None and not 1 <= asked <= last:
-            raise Refusal("round", f"round must be one of the run's 1 to {last}, got {asked}")
+    """The noise of a private run covers its own rounds, not more."""
+    for requested in (order.evaluate, order.train):
+        if requested is not None and not 1 <= requested <= last:
+            raise Refusal("round", f"round must be one of the run's 1 to {last}, got {requested}")
 
 
 def _check_backbone(backbone: ViT, setting: Setting) -> None:
@@ -446,9 +448,9 @@ def _check_backbone(backbone: ViT, setting: Setting) -> None:
         raise Refusal("backbone", text)
 
 
-def _told(error: FedpromptError) -> tuple[str, str]:
-    """What the server is told of an error: all of it, or only its kind where it may speak of images and files."""
-    for kind, rule in TOLD.items():
+def _reported(error: FedpromptError) -> tuple[str, str]:
+    """The part of an error that the server receives: all of it, or only its type if the text may contain images or files."""
+    for kind, rule in REPORTED.items():
         if isinstance(error, kind):
             return rule, str(error)
     return "node", f"{type(error).__name__}: see the log of the node"

@@ -1,4 +1,4 @@
-"""What clients keep to themselves, on the disk of the node they live on: one file for every state that may be asked for again."""
+"""The private tensors of clients, on the disk of their node: one file for each state that a later order may need."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fedprompt.tensors import Tensors
 MOST_BYTES = 2**34  # of one state
 SUFFIX = ".safetensors"
 
-KEPT_AS = "kept_as"  # the one tensor of a state in a run file whose clients are on nodes: the number of the file there
-NODES = "nodes"  # the folder of a run directory in which simulated nodes have theirs
+KEPT_AS = "kept_as"  # the only tensor of a state in the run file if clients are on nodes: the number of the node's file
+NODES = "nodes"  # the folder of a run directory with the states of simulated nodes
 
 
 def number_of(state: Tensors | None) -> int | None:
-    """The number under which a client keeps its tensors, of what the run file knows; None where it never took part."""
+    """The number of a client's stored tensors, from its state in the run file; None if it never took part."""
     return None if state is None else int(state[KEPT_AS])
 
 
 def stored_state(run: RunReader) -> Callable[[int], bytes | None]:
-    """How to read a client's own tensors after a run: from the run file, or from the simulated node beside it."""
+    """A function that reads a client's own tensors after a run: from the run file, or from the simulated node's folder."""
     if run.fact(RUN_ID) is None:
         return run.client_state
 
@@ -48,13 +48,13 @@ def stored_state(run: RunReader) -> Callable[[int], bytes | None]:
 class NodeState(ClientStates):
     """The states of one run's clients under `directory/<client>/<number>.safetensors`.
 
-    An order says which state to begin with, which one the run file knows of, and how the next one is to be called. All
-    others are deleted when it comes, since they will not be asked for again; but not by an order that begins with none, or
-    with one that is not here: it may come from an old copy of the server.
+    An order contains the number of the state to begin with, of the one in the run file, and of the next one. All other
+    states are deleted, since they are no longer needed. Nothing is deleted if the order begins with no state, or with one
+    that is not here: such an order may come from an old copy of the server.
     """
 
     def __init__(self, directory: Path, anew: bool = False) -> None:
-        """With `anew`, a client whose state is gone begins like one that never took part."""
+        """With `anew`, a client whose state is lost begins like one that never took part."""
         super().__init__(lambda client: None)
         self._directory, self._anew = directory, anew
         self._order: Order | None = None
@@ -71,7 +71,7 @@ class NodeState(ClientStates):
                 file.unlink(missing_ok=True)
 
     def committed(self, client: int) -> Tensors | None:
-        """The state the order begins with."""
+        """Load the state that the order begins with."""
         order = self._asked(client)
         if order.state is None:
             return None
@@ -82,14 +82,14 @@ class NodeState(ClientStates):
             if self._anew:
                 return None
             raise RunError(
-                "state must be the one this node kept when it last took part, but it is gone; a node that is started "
+                "state must be the one this node stored when it last took part, but it is lost; a node that is started "
                 "with --anew begins like one that never took part"
             ) from None
         except (OSError, ValueError) as error:
             raise StorageError(f"state of an earlier round cannot be read: {error}") from error
 
     def put(self, client: int, tensors: Tensors) -> None:
-        """Keep a state before anybody hears of the training it came from."""
+        """Store a state before the result of its training is sent."""
         order = self._asked(client)
         if order.keep_as is None:
             raise RunError("order.keep_as must be a number where a state is to be kept, got None")
@@ -101,7 +101,7 @@ class NodeState(ClientStates):
 
     def _asked(self, client: int) -> Order:
         if self._order is None or self._order.client != client:
-            raise RunError(f"state of client {client} must be asked for by an order")
+            raise RunError(f"state of client {client} must be named by an order")
         return self._order
 
     def folder(self, client: int) -> Path:

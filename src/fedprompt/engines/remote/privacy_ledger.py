@@ -1,8 +1,8 @@
-"""What a site has given away in all runs so far, on its own disk and by its own reckoning.
+"""The privacy cost of a site over all runs so far, on its own disk and by its own accounting.
 
-A release is counted before it is computed, so that a node that is killed in between has counted too much, never too little. Runs
-are added up: the epsilon of each at the site's own delta, and the epsilon of each noised evaluation. An update hides all data
-of the site, an evaluation one test image; one image is part of all, so the sum bounds what is learned of any one image.
+A release is counted before it is computed, so a node that is killed in between has counted too much, never too little. The sum
+over runs adds the epsilon of each run at the site's own delta, and the epsilon of each noised evaluation. The noise of an update
+protects all data of the site, that of an evaluation one test image. So the sum is a bound for every single image.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fedprompt.privacy.accounting import Plan, epsilon
 FILE = "privacy_ledger.json"
 FORMAT = "fedprompt-privacy-ledger-1"
 MOST_BYTES = 2**28
-EXACT = 0.0  # the noise multiplier of a run whose updates are sent as they are
+EXACT = 0.0  # the noise multiplier of a run whose updates have no noise
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What was given away in one run."""
+    """The releases of one run."""
 
     noise: float = EXACT
     releases: int = 0
@@ -36,17 +36,17 @@ class Spent:
     evaluations: int = 0
     last_evaluation: int = 0
     evaluation_epsilon: float = 0.0
-    """Of all noised evaluations together."""
+    """The sum over all noised evaluations."""
 
     def epsilon(self, delta: float) -> float:
-        """Without what was sent as it is, which no epsilon covers."""
+        """Without exact releases, which no epsilon covers."""
         if not self.noise or not self.releases:
             return self.evaluation_epsilon
         return epsilon(self.noise, delta, Plan("client", self.releases)) + self.evaluation_epsilon
 
 
 class PrivacyLedger:
-    """The releases of a site by run, in one file that is written as a whole."""
+    """The releases of a site by run, in one file that is replaced atomically."""
 
     def __init__(self, directory: Path, policy: SitePolicy) -> None:
         self._file, self._policy = directory / FILE, policy
@@ -63,7 +63,7 @@ class PrivacyLedger:
             raise StorageError(f"{self._file} cannot be read: {error}") from error
 
     def charge_update(self, run: str, round: int, noise: float) -> str | None:
-        """Count the release of a round, once; why it must not be made where the budget has no room for it."""
+        """Count the release of a round, once; returns a reason instead if the budget has no room for it."""
         spent = self.runs().get(run, Spent(noise))
         if round <= spent.last:
             return None  # counted already, by a node that was killed before it could answer
@@ -71,7 +71,7 @@ class PrivacyLedger:
         return self._charged(run, replace(spent, noise=weakest, releases=spent.releases + 1, last=round))
 
     def charge_evaluation(self, run: str, round: int, cost: float) -> str | None:
-        """The same for the figures of a round; `cost` is 0 where they are exact."""
+        """The same for the figures of a round; `cost` is 0 if they are exact."""
         spent = self.runs().get(run, Spent())
         if round <= spent.last_evaluation:
             return None
@@ -94,9 +94,7 @@ class PrivacyLedger:
         if most is not None:
             used, delta = self._sum(runs)
             if used > most or delta > self._policy.total_delta * (1 + 1e-9):
-                return (
-                    f"the budget of this site over all runs must have room for it (total_epsilon: {most:g}), got none"
-                )
+                return f"the budget of this site over all runs must have room for this release (total_epsilon: {most:g}), got none"
         values = {"format": FORMAT, "runs": {name: asdict(each) for name, each in runs.items()}}
         self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomically(self._file, json.dumps(values, indent=1).encode())

@@ -1,7 +1,7 @@
-"""What a server asks of a node and what the node answers, as bytes. Free of Flower: it only carries them.
+"""Orders of a server to a node, and the node's answers, as bytes. Free of Flower, which only transports them.
 
-Both sides hold what they receive against the rules here before they make anything of it: a `ValueError` tells the rule. There is
-no field in which a client's own tensors could travel: a node is told under which number it keeps them, and keeps them.
+Both sides check every message against the rules here before they use it; a `ValueError` names the broken rule. No field can
+carry a client's own tensors: they stay at the node, and an order contains only the number under which they are stored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from fedprompt.metrics.calibration import BINS
 from fedprompt.tensors import Tensors
 
 FORMAT = "fedprompt-order-2"
-MOST_NUMBER = 2**62  # what numbers of states, rounds and clients are below
+MOST_NUMBER = 2**62  # upper limit for numbers of states, rounds and clients
 MOST_CLIENTS = 100_000  # sites of a run
-MOST_RESULTS = 10_000  # domains or diagnostics one client may report on
-LONGEST_NAME = 200  # of a site, a domain or a diagnostic
-LONGEST_TEXT = 2000  # of a sentence from a node
-ROUNDING = 1e-5  # by which the share of one image may be below nought: probabilities add up to one, or a little more
-LARGEST_FIGURE = 1e15  # of any number in an evaluation, so that sums over clients stay finite
+MOST_RESULTS = 10_000  # domains or diagnostics in the report of one client
+LONGEST_NAME = 200  # characters: of a site, a domain or a diagnostic
+LONGEST_TEXT = 2000  # characters of a sentence from a node
+ROUNDING = (
+    1e-5  # how far the value of one image may be below 0: rounded probabilities may add up to slightly more than 1
+)
+LARGEST_FIGURE = 1e15  # for any number in an evaluation, so that sums over clients stay finite
 RUN = re.compile(r"[0-9a-f]{32}")
 RULE = re.compile(r"[a-z_]{1,40}")
 
@@ -37,18 +39,18 @@ Kind = Literal["meet", "survey", "work"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a node has to know to work for a run; the same in all orders of one."""
+    """The settings of a run for a node; the same in all orders of the run."""
 
     run: str
-    """32 hexadecimal digits that no other run has."""
+    """The id of the run: 32 hexadecimal digits."""
     config: Mapping[str, Any]
     backbone: str
     """The digest of the frozen weights."""
     class_names: tuple[str, ...] | None = None
-    """Agreed on when the sites met; None where the config names the data."""
+    """Agreed between the sites at the start; None if the config names the data."""
     client_names: tuple[str, ...] | None = None
     version: str = __version__
-    """Of the server's fedprompt: another one may compute something else."""
+    """The server's version of fedprompt: another version may compute different results."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -74,21 +76,21 @@ class Setting:
 
 @dataclass(frozen=True)
 class Order:
-    """What one client is to do. Evaluation comes before training: both begin with what was received and kept."""
+    """A task for one client. Evaluation comes before training: both begin with the received tensors and the stored state."""
 
     kind: Kind
     setting: Setting
     client: int = 0
     evaluate: int | None = None
-    """The round whose model is to be tested."""
+    """The round whose model is evaluated."""
     train: int | None = None
     """The round to train in."""
     state: int | None = None
-    """The number of the kept tensors to begin with; None for a client that never took part."""
+    """The number of the stored state to begin with; None for a client that never took part."""
     committed: int | None = None
-    """Of those the run file knows of: a resumed run may come back to them."""
+    """The number of the state in the run file: a resumed run may need it again."""
     keep_as: int | None = None
-    """The number under which those of after the training are to be kept."""
+    """The number under which the state after training is stored."""
     received: Tensors = field(default_factory=dict)
 
     _NUMBERS = ("client", "evaluate", "train", "state", "committed", "keep_as")
@@ -141,24 +143,24 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a node has to say: why it could not do its part, or what came of it."""
+    """A node's answer: the reason of a failure, or the results."""
 
     failure: tuple[str, str] | None = None
-    """The rule in a word, and a sentence."""
+    """The name of the rule, and a sentence."""
     meeting: Meeting | None = None
     result: ClientResult | None = None
-    """Of the evaluation."""
+    """Of the evaluation, if any."""
     packed: bytes = b""
-    """a reply, as `wire.pack` makes it."""
+    """A reply, packed by `wire.pack`."""
     withheld: tuple[str, str] | None = None
-    """Why there is no result beside an update: a rule and a sentence."""
+    """Why an update comes without a result: a rule and a sentence."""
 
     def to_bytes(self) -> bytes:
         header = {
             "format": FORMAT,
             **{
-                name: None if told is None else [told[0], told[1][:LONGEST_TEXT]]
-                for name, told in (("failure", self.failure), ("withheld", self.withheld))
+                name: None if reason is None else [reason[0], reason[1][:LONGEST_TEXT]]
+                for name, reason in (("failure", self.failure), ("withheld", self.withheld))
             },
             "meeting": None if self.meeting is None else self.meeting.to_json(),
             "result": None if self.result is None else self.result.to_json(),
@@ -181,20 +183,20 @@ class Answer:
         )
 
     def reply(self, limit: int) -> LocalUpdate | None:
-        """What it sent up, of at most `limit` bytes; a ContractError tells what is wrong with it."""
+        """Its upload, of at most `limit` bytes; a ContractError names what is wrong with it."""
         return wire.unpack(self.packed, limit) if self.packed else None
 
 
 def read_result(values: Any) -> ClientResult:
-    """The figures of an evaluation as they may come from anywhere."""
+    """Check the figures of an evaluation from an untrusted source."""
     expected = set(ClientResult.__dataclass_fields__)
     _exactly("result", values, expected)
     _check("result", "be the figures of an evaluation", values, is_result(values))
-    told = [values[name] for name in ("nll", "entropy", "mutual_information")]
-    counts_only = not values["bins"] and told == [None] * 3
+    likelihoods = [values[name] for name in ("nll", "entropy", "mutual_information")]
+    counts_only = not values["bins"] and likelihoods == [None] * 3
     if not counts_only:
         _check("result.bins", f"have {BINS} rows", len(values["bins"]), len(values["bins"]) == BINS)
-    figures = [values["samples"], values["correct"], *([] if counts_only else told)]
+    figures = [values["samples"], values["correct"], *([] if counts_only else likelihoods)]
     figures += [number for row in values["bins"] for number in row] + list(values["diagnostics"].values())
     for group in ("domains", "diagnostics"):
         _check(f"result.{group}", f"have at most {MOST_RESULTS} rows", group, len(values[group]) <= MOST_RESULTS)
@@ -205,7 +207,7 @@ def read_result(values: Any) -> ClientResult:
         _check("result.domains", "count images and hits", counts, fine and 0 <= counts[1] <= counts[0] != 0)
         figures += counts
     for number in figures:
-        fine = type(number) in (int, float) and abs(number) <= LARGEST_FIGURE  # which NaN is not either
+        fine = type(number) in (int, float) and abs(number) <= LARGEST_FIGURE  # false for NaN
         _check("result", f"hold numbers of at most {LARGEST_FIGURE:g}", number, fine)
     if counts_only:
         return ClientResult(**values)
@@ -217,12 +219,12 @@ def read_result(values: Any) -> ClientResult:
 
 
 def _is_short_text(value: object) -> bool:
-    """Whether it can be shown on a terminal as it is."""
+    """Whether it is safe to print on a terminal."""
     return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
 
 
 def _printable(text: str) -> str:
-    """Text of a node as it may be shown on a terminal."""
+    """Text of a node, made safe to print on a terminal."""
     return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
 
 
@@ -238,13 +240,13 @@ def _names(what: str, values: Any, most: int) -> tuple[str, ...] | None:
     return tuple(values)
 
 
-def _reason(what: str, told: Any) -> tuple[str, str] | None:
-    """A rule and a sentence of a node, as they may be shown."""
-    if told is None:
+def _reason(what: str, value: Any) -> tuple[str, str] | None:
+    """A rule and a sentence of a node, safe to print."""
+    if value is None:
         return None
-    fine = isinstance(told, list) and len(told) == 2 and all(isinstance(part, str) for part in told)
-    _check(what, "be a rule and a sentence", told, fine)
-    return (told[0] if RULE.fullmatch(told[0]) else "node", _printable(told[1][:LONGEST_TEXT]))
+    fine = isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    _check(what, "be a rule and a sentence", value, fine)
+    return (value[0] if RULE.fullmatch(value[0]) else "node", _printable(value[1][:LONGEST_TEXT]))
 
 
 def _exactly(what: str, values: Any, names: set[str]) -> None:

@@ -1,9 +1,9 @@
-"""One release in a round: what a node has sent, so that it sends nothing else when it is asked again.
+"""One release per round: a node stores what it has sent and never sends anything else for the same round.
 
-Updates of private runs and evaluations of all runs are kept here. Noise protects a client once: a server that could have the same
-round answered twice, with other noise or from another start, would learn more than the budget says. So a node keeps its last
-answers. Asked the same again, as a server does that was killed before it could commit, it gives the same answer; asked
-something else for a round that it has answered, it refuses.
+Updates of private runs and evaluations of all runs are stored here. Noise protects a client once: two answers for one round,
+with different noise or from different starts, would reveal more than the budget allows. So a node stores its last answers.
+It repeats the stored answer for the same request, for example after a crash of the server, and refuses a different request
+for a round that it has answered.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from fedprompt.io.bounded_read import read_bytes
 from fedprompt.io.files import write_atomically
 from fedprompt.tensors import Tensors
 
-KEPT = 3  # rounds whose answers are kept; a server that was killed asks for the last two again
+KEPT = 3  # rounds whose answers are stored; after a crash the server requests the last two again
 MOST_BYTES = 2**34
 DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What was sent for a round, and what the client kept then."""
+    """The upload of a round, and the client's state after it."""
 
     packed: bytes
     state: Tensors
 
 
 class Ledger:
-    """The answers of one client in one run to one kind of question, as files of its directory."""
+    """The answers of one client in one run to one kind of request, as files of its directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def answered(self, round: int, asked: bytes) -> Entry | None:
-        """The answer that was given for a round; None for a round that comes after all that were answered."""
+    def answered(self, round: int, request: bytes) -> Entry | None:
+        """The stored answer for a round; None for a round later than all answered rounds."""
         rounds = self._rounds()
         if round not in rounds:
             if any(round < other for other in rounds):
-                raise RunError(f"round {round} must not come after round {max(rounds)} was answered, once and for all")
+                raise RunError(f"round {round} must not come after round {max(rounds)} was answered")
             return None
         try:
             content = read_bytes(self._file(round, "answer"), MOST_BYTES)
-            if content[:DIGEST_BYTES] != asked:
-                raise RunError(f"round {round} was answered already, once and for all, to a different order")
+            if content[:DIGEST_BYTES] != request:
+                raise RunError(f"round {round} was answered already, to a different order")
             return Entry(content[DIGEST_BYTES:], wire.decode(read_bytes(self._file(round, "state"), MOST_BYTES)))
         except (OSError, ValueError) as error:
             raise StorageError(f"answer of round {round} cannot be read: {error}") from error
 
-    def note(self, round: int, asked: bytes, entry: Entry) -> None:
-        """Keep an answer before anybody hears of it; those of long ago are deleted."""
+    def note(self, round: int, request: bytes, entry: Entry) -> None:
+        """Store an answer before it is sent; old ones are deleted."""
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name, content in (("state", wire.encode(entry.state)), ("answer", asked + entry.packed)):
+        for name, content in (("state", wire.encode(entry.state)), ("answer", request + entry.packed)):
             write_atomically(self._file(round, name), content)
             os.chmod(self._file(round, name), 0o600)
         for old in self._rounds():
@@ -72,7 +72,7 @@ class Ledger:
 
 
 def question(kind: str, received: Tensors, state: Tensors | None) -> bytes:
-    """What an order asks, as a digest: the same start, received and kept, gives the same update but for its noise."""
+    """The digest of a request: the same received tensors and the same state give the same update, except for its noise."""
     total = hashlib.sha256(kind.encode())
     for tensors in (received, state or {}):
         blob = wire.encode(tensors)

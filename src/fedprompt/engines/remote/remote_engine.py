@@ -1,7 +1,7 @@
-"""An engine whose clients are elsewhere: one message to each of them and round, and their own tensors stay where they are.
+"""An engine for clients on other machines: one message per client and round. Their own tensors stay on their machine.
 
-What the run file keeps of a client is the number under which the client has kept its tensors. A round that is not committed
-leaves that number as it was, so a resumed run begins where the last commit was, on every node.
+The run file contains only the number under which a client has stored its tensors. A round without a commit leaves that number
+unchanged, so a resumed run begins at the last commit on every node.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from fedprompt.metrics.accuracy import ClientResult
 from fedprompt.privacy.mechanism import as_sent
 from fedprompt.tensors import Tensors
 
-ENVELOPE = 2**20  # bytes a message may have beside its tensors: names and shapes, figures of an evaluation
+ENVELOPE = 2**20  # bytes of a message besides its tensors: names and shapes, figures of an evaluation
 
 
 class Transport(Protocol):
-    """Carries orders to clients. Every client has one answer or one failure, in any order, some time."""
+    """Carries orders to clients. Every client eventually gives one answer or one failure, in any order."""
 
     def deliver(self, orders: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | Failure]]: ...
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """What came back from one client, and the number under which it keeps its tensors if it is accepted."""
+    """The answer of one client, and the number of its stored tensors if the answer is accepted."""
 
     answer: Answer | Failure
     kept_as: int | None = None
 
 
 class Remote:
-    """Answers the federation's three questions by asking nodes."""
+    """Surveys, trains and evaluates clients through their nodes."""
 
     def __init__(
         self,
@@ -53,10 +53,12 @@ class Remote:
         most_bytes: Mapping[str, int],
         device: torch.device,
     ) -> None:
-        """`most_bytes` an update may have, by when it is sent."""
+        """`most_bytes`: limit for an update, by the phase in which it is sent."""
         self._post, self._setting, self._states = post, setting, states
         self._most_bytes, self._device = most_bytes, device
-        self._early: dict[tuple[int, int], Arrived] = {}  # by round and client: trained with the evaluation before it
+        self._early: dict[
+            tuple[int, int], Arrived
+        ] = {}  # by round and client: updates that came with the evaluation before
 
     def survey(self, clients: Sequence[int], download: Download) -> Iterator[LocalUpdate | Failure]:
         orders = (self._order("survey", client, download(client)) for client in clients)
@@ -64,11 +66,11 @@ class Remote:
             yield self._reply(client, arrived, "start")
 
     def train(self, round: int, clients: Sequence[int], download: Download) -> Iterator[LocalUpdate | Failure]:
-        """The replies that are there already, and then those of the others."""
+        """The replies that have already arrived, then those of the other clients."""
         early = {client: self._early.pop((round, client)) for client in clients if (round, client) in self._early}
-        self._early.clear()  # of a round that was not requested
+        self._early.clear()  # leftovers of a round that was not requested
         for client, arrived in early.items():
-            download(client)  # counts what went down
+            download(client)  # counts the downloaded bytes
             yield self._kept(client, arrived)
         orders = (
             replace(self._order("work", client, download(client)), train=round, keep_as=_new_number())
@@ -81,7 +83,7 @@ class Remote:
     def evaluate(
         self, round: int, clients: Sequence[int], download: Download, ahead: NextTraining | None = None
     ) -> Iterator[tuple[int, ClientResult] | Failure]:
-        """The results of a round. The same messages ask for the training that comes next."""
+        """The results of a round. The same messages also order the next training."""
         training = None if ahead is None else ahead()
         tested, trained = set(clients), set(training.clients) if training else set()
 
@@ -104,16 +106,16 @@ class Remote:
                 yield client, answer.result
             else:
                 withheld = answer.withheld if isinstance(answer, Answer) else None
-                told = withheld or ("result", "must come with the figures of the evaluation")
-                yield _failure(client, answer, *told)
+                reason = withheld or ("result", "must come with the figures of the evaluation")
+                yield _failure(client, answer, *reason)
 
     def discard(self, clients: Iterable[int]) -> None:
-        """Forget what these clients did since the last commit: their updates were refused."""
+        """Drop the changes of these clients since the last commit: their updates were refused."""
         for client in clients:
             self._states.discard(client)
 
     def take_states(self) -> dict[int, bytes]:
-        """The numbers of what clients have kept since the last call, to be committed with the round."""
+        """The numbers of the states stored by clients since the last call, to be committed with the round."""
         return self._states.take_changes()
 
     def _order(self, kind: Kind, client: int, received: Tensors) -> Order:
@@ -134,7 +136,7 @@ class Remote:
             yield client, Arrived(answer, numbers[client])
 
     def _kept(self, client: int, arrived: Arrived) -> LocalUpdate | Failure:
-        """The reply of a client that trained; whether what it keeps now counts is for the guard to say."""
+        """The reply of a client that trained; the guard decides later whether its new state counts."""
         reply = self._reply(client, arrived, "round")
         if isinstance(reply, LocalUpdate) and arrived.kept_as is not None:
             self._states.put(client, {KEPT_AS: torch.tensor(arrived.kept_as)})
@@ -165,19 +167,19 @@ def _read(client: int, blob: bytes, limit: int) -> Answer | Failure:
 
 
 def _failure(client: int, answer: Answer | Failure, rule: str, text: str) -> Failure:
-    """Why there is nothing from a client: what was found out here, what it says itself, or that it says nothing."""
+    """Why a client gave no result: the failure found here, its own reason, or else the given rule and text."""
     if isinstance(answer, Failure):
         return answer
     return Failure(client, *(answer.failure or (rule, text)))
 
 
 def _new_number() -> int:
-    """A number that no state has, also not one of an attempt that was lost."""
+    """A number that no state has, not even one of a lost attempt."""
     return secrets.randbelow(MOST_NUMBER - 1) + 1
 
 
 def remote_engine(post: Transport, setting: Setting, config: Config, world: World, states: ClientStates) -> Remote:
-    """The engine whose clients are reached by post."""
+    """The engine whose clients are reached through a post."""
     guard = Guard(config.guard, as_sent(world.roles, config.privacy), private=config.privacy is not None)
     most_bytes = {when: guard.most_bytes(when) for when in ("start", "round")}
     return Remote(post, setting, states, most_bytes, world.device)

@@ -1,7 +1,7 @@
-"""What a site remembers of a run: the settings it began with, who said yes to it, and how far it has come.
+"""A site's record of a run: its settings at the start, its approval, and its progress.
 
-A run is pinned at its first contact. From then on its number stands for these settings and no others, also after a `kill -9`:
-whoever changes the rounds, the noise or the names under the same number is refused, so that what the ledgers count is one run.
+The settings of a run are pinned at its first contact, also across a `kill -9`. An order with the same run number but other
+rounds, noise or names is refused, so the ledgers count exactly one run.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MOST_BYTES = 2**26
 
 
 def pinned_settings(setting: Setting, config: Config, name: str) -> dict[str, Any]:
-    """All that decides what a site does in a run, spelled out: settings that say the same in other words are the same.
+    """All settings that decide what a site does in a run, in full: equivalent settings give equal results.
 
-    `config` is that of the setting with its defaults. The version is held against the node's own with every order.
+    `config` is the config of the setting with its defaults. The version is checked with every order.
     """
     values = {"site": name, "config": config.model_dump(mode="json", exclude=set(NO_RESULT))}
     more = {"backbone": setting.backbone, "class_names": setting.class_names, "client_names": setting.client_names}
@@ -48,7 +48,7 @@ class RunRecord:
 
     @property
     def pinned(self) -> str | None:
-        """The digest of the settings the run began with; None before it has."""
+        """The digest of the settings at the start of the run; None before."""
         return _digest_in(self.folder / PIN)
 
     def pin(self, settings: Mapping[str, Any]) -> None:
@@ -56,21 +56,21 @@ class RunRecord:
 
     @property
     def begun_unpinned(self) -> bool:
-        """Whether a version that pinned nothing has answered rounds of this run."""
+        """Whether an old version without pinning has answered rounds of this run."""
         return any(self.folder.glob("[0-9]*/sent/*.answer"))
 
     @property
     def approved(self) -> str | None:
-        """The digest of the settings that a person said yes to."""
+        """The digest of the settings that a person has approved."""
         return _digest_in(self._approved)
 
     def wait(self, settings: Mapping[str, Any]) -> None:
-        """Lay the settings out for a person to look at."""
+        """Write the settings to a file for a person to read."""
         _write(self._waiting, {"digest": digest(settings), "settings": settings})
 
     @property
     def trained(self) -> int:
-        """The latest round that was trained in; 0 before any."""
+        """The latest trained round; 0 before the first."""
         return int(_text(self.folder / TRAINED) or 0)
 
     def note_trained(self, round: int) -> None:
@@ -79,7 +79,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> float:
-        """How long this machine has worked for the run."""
+        """Seconds that this machine has worked for the run."""
         return float(_text(self.folder / SECONDS) or 0)
 
     def add_seconds(self, more: float) -> None:
@@ -87,7 +87,7 @@ class RunRecord:
 
 
 def waiting_runs(directory: Path) -> dict[str, dict[str, Any]]:
-    """The runs that wait for a person's yes, by their numbers, with their settings."""
+    """The runs that wait for approval, by number, with their settings."""
     found = {}
     for file in sorted((directory / WAITING).glob("*.json")):
         if is_run(file.stem):
@@ -96,7 +96,7 @@ def waiting_runs(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def approve(directory: Path, run: str) -> None:
-    """Say yes to a run as it was laid out; other settings under its number have to be laid out again."""
+    """Approve a run with the settings in its file; other settings under its number need a new approval."""
     waiting = directory / WAITING / f"{run}.json"
     if not is_run(run) or not waiting.is_file():
         known = ", ".join(waiting_runs(directory)) or "none waits"

@@ -1,4 +1,4 @@
-"""What of an evaluation leaves a site, by its policy."""
+"""The figures of an evaluation that leave a site, by its policy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fedprompt.engines.remote.site_policy import SitePolicy
 from fedprompt.metrics.accuracy import ClientResult
 from fedprompt.privacy.discrete_laplace import discrete_laplace
 
-SENSITIVITY = 2  # by which hits and misses together change when one test image is replaced by another
+SENSITIVITY = 2  # total change of hits and misses when one test image is replaced
 
 
-def told(policy: SitePolicy, result: ClientResult) -> ClientResult:
+def released(policy: SitePolicy, result: ClientResult) -> ClientResult:
     """All figures, counts alone, or counts with noise."""
     if policy.evaluate == "all":
         return result
@@ -22,7 +22,7 @@ def told(policy: SitePolicy, result: ClientResult) -> ClientResult:
 
 
 def noised(result: ClientResult, epsilon: float) -> ClientResult:
-    """Hits and misses with discrete Laplace noise each. What is below nought is nought: that is known without looking."""
+    """Hits and misses, each with discrete Laplace noise. Negative values become 0, which costs no privacy."""
     scale = SENSITIVITY / Fraction(epsilon)
     hits = max(0, result.correct + discrete_laplace(scale))
     misses = max(0, result.samples - result.correct + discrete_laplace(scale))
@@ -30,5 +30,5 @@ def noised(result: ClientResult, epsilon: float) -> ClientResult:
 
 
 def nothing_right(result_samples: int) -> ClientResult:
-    """What stands for an evaluation that came to nothing in a private run."""
+    """The result that replaces a failed evaluation in a private run."""
     return ClientResult(result_samples, 0)

@@ -1,7 +1,7 @@
-"""What a site allows: `policy.yaml` beside its key, written by the site's own people and read by no one else.
+"""What a site allows: `policy.yaml` next to its key, written by the site's own people. The server never sees it.
 
-The server proposes runs; the policy decides which of them this site takes part in, what it tells of its test images, and how much
-it gives away over all runs together. Each rule that a run breaks is told in one sentence, before any image is looked at. Free of torch.
+The server proposes runs. The policy decides in which of them this site takes part, which figures of its test images it releases,
+and its privacy budget over all runs. Each broken rule is reported in one sentence, before any image is read. Free of torch.
 """
 
 from __future__ import annotations
@@ -36,53 +36,51 @@ class SitePolicy(Section):
     variants: list[str] | None = None
     """Variants that may be run here; any when absent, none with []."""
     least_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Take part only in runs with privacy.noise_at: client and a noise multiplier of at least this; `--least-noise` may ask for more."""
+    """Take part only in runs with privacy.noise_at: client and at least this noise multiplier; `--least-noise` may require more."""
     least_count: Annotated[int, Field(ge=1)] = 5
-    """Sums over images of a class leave only if the run withholds those of fewer images than this. The sum of one image is its feature."""
+    """Sums over images of a class leave only if the run withholds sums of fewer images. A sum of one image is its feature."""
     most_rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 10_000
-    """Of one run."""
+    """Rounds of one run."""
     most_epochs: Annotated[int, Field(ge=1, le=MOST_EPOCHS)] = 100
-    """Of one participation, or of what is fitted for one evaluation."""
+    """Epochs of one participation, or of fitting before one evaluation."""
     most_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Of this machine's time for one run in all; no limit when absent."""
+    """This machine's total time for one run; no limit when absent."""
     total_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """What all runs together may spend, counted in state/privacy_ledger.json; no limit when absent."""
+    """Epsilon of all runs together, counted in state/privacy_ledger.json; no limit when absent."""
     total_delta: Annotated[float, Field(gt=0, lt=1)] = 1e-4
-    """The same of delta, where there is a limit of epsilon."""
+    """The same for delta, if total_epsilon is given."""
     run_delta: Annotated[float, Field(gt=0, lt=1)] = 1e-6
-    """The delta at which the epsilon of each run is reckoned here, whatever the server reckons with."""
+    """The delta for the epsilon of each run at this site, independent of the server's delta."""
     evaluate: Literal["none", "counts", "noised", "all"] = "counts"
-    """What is told of test images: nothing; how many there are and how many were right; the same with noise; or all figures."""
+    """Figures of test images that are sent: none; the numbers of images and of correct ones; the same with noise; or all."""
     evaluation_epsilon: Annotated[float, Field(ge=0.001, le=10)] = 0.1
-    """Of one evaluation that is noised."""
+    """Epsilon of one noised evaluation."""
     least_test_images: Annotated[int, Field(ge=1)] = 5
-    """With fewer, of all or of a domain, nothing is told of them."""
+    """With fewer test images, in total or in a domain, no figures of them are sent."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Share of the images that test, where the images have no split of their own. It is drawn once, for all runs."""
+    """Share of test images, if the images come without a split. It is drawn once, for all runs."""
     test_per_cell: Annotated[int, Field(ge=1)] | None = None
-    """At most so many test images of every (domain, class); all when absent."""
+    """Most test images per (domain, class); all when absent."""
     approve: bool = False
-    """A person must say yes to every run: `fedprompt node approve FOLDER RUN`."""
+    """A person must approve every run: `fedprompt node approve FOLDER RUN`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SitePolicy:
         if self.total_epsilon is not None and self.evaluate in ("counts", "all"):
-            raise ValueError(
-                "have evaluate: none or noised where total_epsilon is given: no epsilon covers exact figures"
-            )
+            raise ValueError("have evaluate: none or noised if total_epsilon is given: no epsilon covers exact figures")
         return self
 
 
 @dataclass(frozen=True)
 class Refused:
-    """What a run would be refused for: the rule in a word, and a sentence that anybody may read."""
+    """A reason to refuse a run: the name of the rule, and a sentence without private details."""
 
     rule: str
     text: str
 
 
 def load_policy(folder: Path) -> SitePolicy | None:
-    """The policy in a folder; None where there is none."""
+    """The policy in a folder; None if there is none."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -98,8 +96,8 @@ def load_policy(folder: Path) -> SitePolicy | None:
 def default_text() -> str:
     """The default policy as a file that explains itself."""
     lines = [
-        "# What this site allows. This file is the site's own: the server never sees it and cannot change it.",
-        "# Every line shows a default; take away the '#' before a setting to change it, then restart the node.",
+        "# What this site allows. Only this site reads this file: the server never sees it and cannot change it.",
+        "# Every line shows a default; remove the '#' before a setting to change it, then restart the node.",
         "# Try it before a run: fedprompt node --site FOLDER --data IMAGES --check --config CONFIG. More: docs/deploy.md.",
     ]
     for name, field in SitePolicy.model_fields.items():
@@ -110,7 +108,7 @@ def default_text() -> str:
 
 
 def refused_settings(policy: SitePolicy, config: Config) -> Iterator[Refused]:
-    """What settings alone break; asked before anything is made of them. Noise that is still to be found is not judged."""
+    """Rules broken by the settings alone; checked before anything is built. A noise that is not computed yet is skipped."""
     for section, values in (("method", config.method), ("variant", config.variant or {})):
         for name, value in _whole_numbers(values):
             if abs(value) > MOST_OF_METHOD:
@@ -145,15 +143,15 @@ def _refused_privacy(policy: SitePolicy, config: Config) -> Iterator[Refused]:
         text = f"privacy must have noise_at: client and noise of at least {policy.least_noise:g} here, got {noise:g}"
         yield Refused("privacy", text)
     if policy.total_epsilon is not None and noise is not None and not noise:
-        text = "privacy must have noise_at: client and noise above 0 here: this site counts what it gives away"
+        text = "privacy must have noise_at: client and noise above 0 here: this site has a privacy budget"
         yield Refused("budget", text)
 
 
 def refused_method(policy: SitePolicy, config: Config, method: Method, world: World, client: int) -> Iterator[Refused]:
-    """What the method breaks by what it declares and trains; asked before an image is looked at."""
+    """Rules broken by what the method sends and trains; checked before an image is read."""
     for name, statistic in sorted(world.roles.stat.items()):
         if statistic.count is not None and statistic.minimum < policy.least_count:
-            rule = f"be withheld by the method where it is of fewer than {policy.least_count} images (minimum_count)"
+            rule = f"be withheld by the method if it covers fewer than {policy.least_count} images (minimum_count)"
             yield Refused("policy", broken(f"statistic {name!r}", rule, statistic.minimum))
     held_out = client in world.newcomers
     training = () if held_out else method.stages(world, config.train)
@@ -170,12 +168,14 @@ def refused_method(policy: SitePolicy, config: Config, method: Method, world: Wo
         return
     if (policy.least_noise or policy.evaluate == "noised") and any(map(_trains, fitting)):
         why = "federation.held_out" if held_out else f"method {config.label!r}"
-        text = f"{why} must not fit anything to training images before an evaluation here: its figures would show them"
+        text = (
+            f"{why} must not fit anything to training images before an evaluation here: its figures would reveal them"
+        )
         yield Refused("privacy", text)
     if policy.evaluate == "noised" and world.roles.local and config.federation.evaluate_at != "global":
         text = (
-            f"federation.evaluate_at must be global here for method {config.label!r}, or this site give no figures "
-            "(evaluate: none): what it keeps was fitted to training images, which noise on counts does not hide"
+            f"federation.evaluate_at must be global here for method {config.label!r}, or this site must send no figures "
+            "(evaluate: none): the client's state was fitted to training images, which noise on counts does not hide"
         )
         yield Refused("privacy", text)
 
@@ -185,7 +185,7 @@ def _trains(stage: Stage) -> bool:
 
 
 def _whole_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every whole number among some settings, with the setting it is in."""
+    """Every whole number in some settings, with the name of the setting."""
     for name, value in values.items():
         waiting: list[Any] = [value]
         while waiting:

@@ -1,6 +1,6 @@
-"""Which of a site's images test: drawn once with a number that the site keeps to itself, and the same in every run.
+"""A site's test images: drawn once with a secret seed of the site, and the same in every run.
 
-A server that could choose the split could have single images tested, and training images too, one run after the other.
+If the server could choose the split, it could test single images, and training images too, over several runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE = "split.json"
 
 @dataclass(frozen=True)
 class SiteSplit:
-    """How a site puts test images aside, where its images have no split of their own, and how many of them it uses."""
+    """How a site chooses test images, if its images come without a split, and how many of them it uses."""
 
     seed: int
     test_fraction: float
@@ -29,7 +29,7 @@ class SiteSplit:
 
     @classmethod
     def of(cls, directory: Path, policy: SitePolicy) -> SiteSplit:
-        """The split that was fixed at the first contact; this is the first where there is none yet."""
+        """The split fixed at the first contact; created if there is none yet."""
         file = directory / FILE
         if not file.exists():
             split = cls(secrets.randbits(62), policy.test_fraction, policy.test_per_cell)
@@ -41,10 +41,10 @@ class SiteSplit:
             raise StorageError(f"{file} cannot be read: {error}") from error
 
     def differs(self, policy: SitePolicy) -> bool:
-        """Whether the policy has changed since; what was fixed counts until the file is deleted."""
+        """Whether the policy has changed since; the fixed split counts until the file is deleted."""
         return (self.test_fraction, self.test_per_cell) != (policy.test_fraction, policy.test_per_cell)
 
     def applied(self, data: DataConfig) -> DataConfig:
-        """The run's settings of images as they count here. How many training images it takes is the run's wish."""
+        """The run's data settings as they apply here. The run still decides how many training images it uses."""
         own = {"split_seed": self.seed, "test_fraction": self.test_fraction, "test_per_cell": self.test_per_cell}
         return data.model_copy(update={**own, "per_domain": None})

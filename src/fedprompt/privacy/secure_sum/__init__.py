@@ -1,17 +1,17 @@
-"""A sum over clients of which the server sees nothing but the sum.
+"""A sum over clients, of which the server learns only the sum.
 
-The protocol of Bonawitz et al. (CCS 2017) against a server that keeps to it and is curious. Every client i draws a seed b_i and
-two X25519 key pairs; every two clients agree on a seed s_ij that only they know. Client i sends its numbers x_i as
+The protocol of Bonawitz et al. (CCS 2017) against an honest but curious server. Every client i draws a seed b_i and
+two X25519 key pairs; every two clients agree on a secret seed s_ij. Client i sends its numbers x_i as
 
     y_i = x_i + stream(b_i) + sum_{j > i} stream(s_ij) - sum_{j < i} stream(s_ij)   (mod 2^64),
 
-so the pairwise streams cancel in the sum over all clients. Before that, it has given every other client a sealed share of b_i
-and of its masking key. When all who will deliver have done so, each survivor reveals its shares of b_i of those who delivered
-and its shares of the masking key of those who did not, never both of one client: with both, y_i would be laid open. Since a
-threshold is more than half, the server cannot collect both from two groups of clients either. `docs/secure_sum.md` says what
-this protects and what it does not.
+so the pairwise streams cancel in the sum over all clients. Before that, it has sent every other client an encrypted share
+of b_i and of its masking key. After the delivery, each survivor reveals its shares of b_i for clients that delivered, and its
+shares of the masking key for clients that did not, never both for one client: both together would reveal x_i. Since the
+threshold is more than half, the server cannot collect both from two groups of clients either. `docs/secure_sum.md` describes
+what this protects and what it does not.
 
-`Party` is a client, `Collector` the server; they exchange the frozen messages of `messages.py` and nothing else. `SecureSum` carries them.
+`Party` is a client, `Collector` the server. They exchange only the frozen messages of `sum_messages.py`, carried by `SecureSum`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedprompt.privacy.secure_sum.party import FEWEST, Party
 class SecureSum:
     """One sum from the keys to the result; carries the messages between the parties and the collector.
 
-    Clients that were announced and have delivered nothing by the time of `finish` have dropped out.
+    Announced clients that have not delivered before `finish` have dropped out.
     """
 
     def __init__(self, round: int, clients: Sequence[int], threshold: int, record: Record | None = None) -> None:
@@ -50,13 +50,13 @@ class SecureSum:
             self._parties[client].accept(inbox)
 
     def deliver(self, client: int, numbers: Numbers) -> None:
-        """What a client adds to the sum."""
+        """Add a client's numbers to the sum."""
         if client not in self._parties:
             raise ContractError(broken("secure sum: client", "be one that was announced", client))
         self._collector.receive(self._parties[client].mask(numbers))
 
     def finish(self) -> tuple[Numbers, tuple[int, ...]]:
-        """The sum, and the clients it goes over."""
+        """The sum, and the clients in it."""
         survivors = self._collector.close()
         for client in survivors.delivered:
             self._collector.receive(self._parties[client].reveal(survivors))

@@ -28,11 +28,11 @@ from fedprompt.privacy.secure_sum.sum_messages import (
     Survivors,
 )
 
-Record = Callable[[Message], None]  # told of every message that reaches the server
+Record = Callable[[Message], None]  # called with every message that reaches the server
 
 
 class Collector:
-    """The server's side of one sum. Whatever it learns of a client comes in through `receive`."""
+    """The server's side of one sum. It learns about a client only through `receive`."""
 
     def __init__(self, round: int, clients: Collection[int], threshold: int, record: Record | None = None) -> None:
         self._round, self._clients, self._threshold, self._record = round, frozenset(clients), threshold, record
@@ -45,7 +45,7 @@ class Collector:
         self._revealed: dict[int, RevealedShares] = {}
 
     def receive(self, message: Message) -> None:
-        """The one way in."""
+        """Take a message of a client."""
         if self._record is not None:
             self._record(message)
         if message.round != self._round or not isinstance(message, ORDER[self._stage]):
@@ -69,12 +69,12 @@ class Collector:
                 self._keep(message)
 
     def roster(self) -> list[PublicKeys]:
-        """The keys of all who sent theirs; later ones are refused."""
+        """The keys of all clients that sent them; later ones are refused."""
         self._advance(self._keys, "keys")
         return [self._keys[client] for client in sorted(self._keys)]
 
     def exchange(self) -> dict[int, list[SealedShare]]:
-        """The shares for each client, of all who sent a share to every other one: these are the members of the sum."""
+        """The shares for each client, from clients that sent a share to every other one: these are the members of the sum."""
         complete = [
             client
             for client in sorted(self._keys)
@@ -88,12 +88,12 @@ class Collector:
         }
 
     def close(self) -> Survivors:
-        """Who delivered and who did not; later vectors are refused."""
+        """The clients that delivered and those that did not; later vectors are refused."""
         self._advance(self._delivered, "masked vectors")
         return Survivors(self._round, tuple(sorted(self._delivered)), tuple(sorted(self._members - self._delivered)))
 
     def total(self) -> Numbers:
-        """The sum over those who delivered, once enough of them have revealed their shares."""
+        """The sum over the clients that delivered, once enough of them have revealed their shares."""
         self._enough(self._revealed, "revealed shares")
         helpers = sorted(self._revealed)[: self._threshold]
         seeds = {helper: dict(self._revealed[helper].seeds) for helper in helpers}
@@ -121,7 +121,7 @@ class Collector:
     def _keep(self, message: RevealedShares) -> None:
         seeds, keys = (sorted(client for client, _ in pairs) for pairs in (message.seeds, message.masking_keys))
         if seeds != sorted(self._delivered) or keys != sorted(self._members - self._delivered):
-            raise ContractError(f"secure sum: client {message.client} must reveal the shares that were asked for")
+            raise ContractError(f"secure sum: client {message.client} must reveal the requested shares")
         self._revealed[message.client] = message
 
     def _recovered(self, shares: dict[int, dict[int, int]], client: int) -> bytes:

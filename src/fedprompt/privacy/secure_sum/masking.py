@@ -1,7 +1,7 @@
 """Masks of the secure sum: keys, streams of random words, and numbers in fixed point.
 
 Numbers are words of 64 bits, the integer nearest to x * 2^32 with negative ones as complements, and are added modulo 2^64. Each is
-off by at most 2^-33. Each of n clients may use numbers up to 2^30 / n, so that a sum can never run over.
+off by at most 2^-33. Each of n clients may use numbers up to 2^30 / n, so that a sum can never overflow.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Words = NDArray[np.uint64]
 
 
 def to_words(numbers: Numbers, clients: int, whose: str) -> Words:
-    """Fixed point; refuses what could run over in a sum of that many clients."""
+    """Fixed point; refuses numbers that could overflow in a sum of this many clients."""
     largest = float(np.abs(numbers).max(initial=0.0))
-    if not largest <= RANGE / clients:  # NaN is not
+    if not largest <= RANGE / clients:  # also refuses NaN
         rule = f"be finite and within ±{RANGE / clients:g} in a sum of {clients}"
         raise DivergenceError(broken(f"secure sum: numbers of {whose}", rule, largest))
     return np.rint(numbers * SCALE).astype(np.int64).view(np.uint64)
@@ -64,7 +64,7 @@ def self_mask(seed: bytes, round: int, client: int, length: int) -> Words:
 
 
 def pair_mask(private: bytes, public: bytes, round: int, client: int, peer: int, length: int) -> Words:
-    """What the client adds on behalf of its peer: stream(s_ij), negative at the higher of the two. Either private key will do."""
+    """The mask of a client and its peer: stream(s_ij), negative for the higher number. Either private key gives it."""
     stream = _stream(_derive(_agree(private, public), b"pair", round, *sorted((client, peer))), length)
     return stream if client < peer else np.negative(stream)
 
@@ -85,7 +85,7 @@ def unseal(private: bytes, public: bytes, round: int, sender: int, recipient: in
         return cipher.decrypt(nonce, secret, _context(round, sender, recipient))
     except (InvalidTag, ValueError) as error:
         raise ContractError(
-            f"secure sum: what client {sender} sealed for client {recipient} must arrive unchanged"
+            f"secure sum: the message from client {sender} to client {recipient} must arrive unchanged"
         ) from error
 
 

@@ -21,11 +21,11 @@ from fedprompt.privacy.secure_sum.masking import (
 from fedprompt.privacy.secure_sum.secret_sharing import SHARE_BYTES, split
 from fedprompt.privacy.secure_sum.sum_messages import MaskedVector, PublicKeys, RevealedShares, SealedShare, Survivors
 
-FEWEST = 3  # clients, so that one that drops out does not leave a sum of one
+FEWEST = 3  # clients, so that a dropout does not leave a sum of one
 
 
 class Party:
-    """The client's side of one sum. It answers each question once and in order: a second vector under the same masks would tell."""
+    """The client's side of one sum. It answers each request once and in order: a second vector under the same masks would reveal data."""
 
     def __init__(self, client: int, round: int, threshold: int) -> None:
         self._client, self._round, self._threshold = client, round, threshold
@@ -34,7 +34,9 @@ class Party:
         self._public = PublicKeys(client, round, public_key(self._sealing), public_key(self._masking))
         self._seed = secrets.token_bytes(KEY_BYTES)
         self._roster: dict[int, PublicKeys] = {}
-        self._held: dict[int, tuple[int, int]] = {}  # shares of everybody's seed and masking key, its own included
+        self._held: dict[
+            int, tuple[int, int]
+        ] = {}  # shares of the seed and masking key of every client, including its own
 
     def advertise(self) -> PublicKeys:
         self._enter("advertise")
@@ -59,7 +61,7 @@ class Party:
         return [self._sealed(client, pair) for client, pair in shares.items()]
 
     def accept(self, inbox: Sequence[SealedShare]) -> None:
-        """Open the shares of the others. Those who sent one are the clients the sum goes over."""
+        """Decrypt the shares of the others. The clients that sent one are the members of the sum."""
         self._enter("accept")
         for letter in inbox:
             known = letter.client in self._roster and letter.client not in self._held
@@ -79,13 +81,13 @@ class Party:
         return MaskedVector(self._client, self._round, masked.astype(WORD).tobytes())
 
     def reveal(self, survivors: Survivors) -> RevealedShares:
-        """Its share of the seed or of the masking key of every client. Only a request that cannot lay anybody open is answered."""
+        """Its share of the seed or of the masking key of every client. A request that could reveal a client's data is refused."""
         self._enter("reveal")
         delivered, dropped = set(survivors.delivered), set(survivors.dropped)
         self._check(survivors.round == self._round, "request for shares must be of this round")
         self._check(not delivered & dropped, "request for shares must not ask for both kinds of one client")
         self._check(delivered | dropped == set(self._held), "request for shares must name the clients of this sum")
-        self._check(self._client in delivered, "request for shares must count it among those who delivered")
+        self._check(self._client in delivered, "request for shares must list it as delivered")
         self._enough(delivered, fewest=2)
         return RevealedShares(
             self._client,
@@ -115,5 +117,5 @@ class Party:
             raise ContractError(f"secure sum: client {self._client} refuses: {rule}")
 
     def _enter(self, step: str) -> None:
-        self._check(self._steps[:1] == [step], f"{step} must be asked once and in its turn")
+        self._check(self._steps[:1] == [step], f"{step} must be requested once and in order")
         self._steps.pop(0)

@@ -1,4 +1,4 @@
-"""Shamir's secret sharing: any `threshold` of the shares give the secret, fewer say nothing about it.
+"""Shamir's secret sharing: any `threshold` of the shares give the secret, fewer reveal nothing about it.
 
 A secret s is the value at 0 of a polynomial over a prime field whose other coefficients are drawn at random,
 
@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from fedprompt.errors import ContractError, broken
 
 PRIME = 2**521 - 1  # p, larger than any 256-bit secret
-SHARE_BYTES = 66  # that hold any number below p
+SHARE_BYTES = 66  # enough for any number below p
 
 
 def split(secret: int, threshold: int, points: Collection[int]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What the parties of a secure sum tell each other: bytes and numbers, and nothing else."""
+"""The messages of a secure sum: bytes and numbers only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PublicKeys:
-    """Of a client, for one sum."""
+    """The public keys of a client for one sum."""
 
     client: int
     round: int
@@ -19,7 +19,7 @@ class PublicKeys:
 
 @dataclass(frozen=True)
 class SealedShare:
-    """What one client entrusts to another; the server carries it and cannot read it."""
+    """An encrypted share from one client to another; the server carries it and cannot read it."""
 
     client: int
     round: int
@@ -38,7 +38,7 @@ class MaskedVector:
 
 @dataclass(frozen=True)
 class Survivors:
-    """The server's request for shares: of the seeds of those who delivered, of the masking keys of those who dropped out."""
+    """The server's request for shares: of the seeds of clients that delivered, of the masking keys of clients that dropped out."""
 
     round: int
     delivered: tuple[int, ...]
