@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from one_site import NOISE, Ground, reply, told
+from remote_run import exported, tiny_settings
 
 from fedprompt.config import FederationConfig
 from fedprompt.core.client_sampling import absences
@@ -237,8 +238,9 @@ def test_a_server_that_comes_back_says_the_same_in_other_words(ground: Ground, t
         ({"method": {"name": "fedvpt", "prompt_tokens": 60, "head": "shared_then_finetune"}}, 1),
         ({"variant": {"name": "fedbabu"}}, 1),
         ({"federation": {"rounds": 2, "held_out": 0.9}}, 1),
+        ({"method": {"name": "fedvpt", "prompt_tokens": 60, "head": "local"}}, 1),
     ],
-    ids=["after local", "head", "variant", "held out"],
+    ids=["after local", "head", "variant", "held out", "local head"],
 )
 def test_who_insists_on_noise_fits_nothing_for_an_evaluation(
     ground: Ground, tmp_path: Path, changes: dict[str, Any], client: int
@@ -255,6 +257,28 @@ def test_who_insists_on_noise_fits_nothing_for_an_evaluation(
     assert found.result is None
     assert found.failure is not None
     assert found.failure[0] == "privacy", found.failure
+
+
+def test_sums_over_two_sets_of_training_images_do_not_differ_by_one_image(tmp_path: Path) -> None:
+    """The server asks twice, for 5 and for 6 images of each class: the difference was one image's feature."""
+    whole = {**tiny_settings(tmp_path / "runs", "whole"), "data": {"source": "tiny"}}
+    ground, files = Ground(tmp_path / "ground"), exported(whole, tmp_path / "whole")
+    site = Site("client_1", str(files["client_1"]), tmp_path / "state")
+    sums = []
+    for run, images in (("a" * 32, 5), ("b" * 32, 6)):
+        config = {
+            "method": {"name": "pep_fedpt", "minimum_count": 5},
+            "data": {"source": "tiny", "train_per_cell": images},
+        }
+        factory = Experiment({**ground.settings, **config}).factory
+        roles = factory.world(factory.backbone(), ground.world.class_names, ground.world.client_names).roles
+        received = {**roles.shared, **{f"sent.{name}": roles.server[name] for name in ("prototypes", "known")}}
+        order = with_run(ground.order(config, train=None, keep_as=None, received=received), run)
+        found = answer(site, replace(order, kind="survey")).reply(10**7)
+        assert found is not None
+        sums.append(found.upload["start.sums"])
+    assert sums[0].abs().sum() > 0
+    assert torch.equal(sums[0], sums[1])
 
 
 # -- numbers without end ----------------------------------------------------------------------------------------------

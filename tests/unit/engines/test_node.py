@@ -20,6 +20,7 @@ from fedprompt.config import EngineConfig, OutputConfig
 from fedprompt.core.messages import LocalUpdate
 from fedprompt.engines.remote.node import SimulatedNode, Site
 from fedprompt.engines.remote.protocol import Answer
+from fedprompt.engines.remote.site_policy import SitePolicy
 from fedprompt.errors import DataError, StorageError
 from fedprompt.tensors import Tensors
 
@@ -342,7 +343,7 @@ def test_no_round_is_answered_that_the_run_does_not_have(ground: Ground, tmp_pat
 
 
 def test_a_site_can_insist_on_noise(ground: Ground, tmp_path: Path) -> None:
-    site = ground.site(tmp_path, least_noise=1.0)
+    site = ground.site(tmp_path, least_noise=1.0, policy=SitePolicy(evaluate="none"))
     for privacy in (None, {"noise": 0.9, "clip": 1.0}, {"noise": 5.0, "clip": 1.0, "noise_at": "server"}):
         rule, text = told(site, ground.order({"privacy": privacy}))
         assert (rule, "noise of at least 1 here" in text) == ("privacy", True)

@@ -15,7 +15,7 @@ from remote_run import SiteRecorder, exported, tiny_settings
 from fedprompt.engines.remote.node import Site
 from fedprompt.engines.remote.protocol import Answer, Order, read_result
 from fedprompt.engines.remote.run_records import approve, waiting_runs
-from fedprompt.engines.remote.site_figures import noised
+from fedprompt.engines.remote.site_figures import noised, released
 from fedprompt.engines.remote.site_policy import SitePolicy, default_text, load_policy
 from fedprompt.engines.remote.site_split import SiteSplit
 from fedprompt.errors import ConfigError
@@ -169,6 +169,17 @@ def test_what_is_told_of_an_evaluation(ground: Ground, tmp_path: Path) -> None:
 def test_few_test_images_are_not_told_of(ground: Ground, tmp_path: Path) -> None:
     rule, text = told(ground.site(tmp_path, policy=policy(least_test_images=6)), evaluation(ground))
     assert (rule, "fewer than 6 test images" in text) == ("evaluation", True)
+
+
+def test_a_small_domain_cannot_be_found_by_subtraction() -> None:
+    """The counts of all images, minus those of the domains that are shown, were the counts of the one that is not."""
+    domains = {"large": [20, 15], "medium": [5, 3], "one patient": [1, 0]}
+    figures = released(SitePolicy(), ClientResult(26, 18, domains=domains))
+    assert figures == ClientResult(26, 18, domains={"large": [20, 15]}), "6 images are hidden together"
+    figures = released(SitePolicy(), ClientResult(21, 15, domains={"large": [20, 15], "one patient": [1, 0]}))
+    assert figures == ClientResult(21, 15), "there is no other domain to hide it among"
+    figures = released(SitePolicy(), ClientResult(25, 18, domains={"large": [20, 15], "medium": [5, 3]}))
+    assert set(figures.domains) == {"large", "medium"}
 
 
 def test_noised_counts_are_whole_numbers_that_hide_one_image(ground: Ground, tmp_path: Path) -> None:

@@ -357,7 +357,7 @@ class Site(Node):
     def _split(self) -> SiteSplit:
         split = SiteSplit.of(self._directory, self.policy)
         if split.differs(self.policy):
-            log(f"WARNING: test_fraction and test_per_cell count as they were when this site first took part: {split}")
+            log(f"WARNING: the choice of images is still the one of this site's first contact: {split}")
         return split
 
     def _notice_changes(self, source: Source, run: str) -> None:

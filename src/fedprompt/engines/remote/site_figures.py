@@ -17,8 +17,16 @@ def released(policy: SitePolicy, result: ClientResult) -> ClientResult:
         return result
     if policy.evaluate == "noised":
         return noised(result, policy.evaluation_epsilon)
-    domains = {name: counts for name, counts in result.domains.items() if counts[0] >= policy.least_test_images}
-    return ClientResult(result.samples, result.correct, domains=domains)
+    return ClientResult(result.samples, result.correct, domains=_large_domains(result, policy.least_test_images))
+
+
+def _large_domains(result: ClientResult, least: int) -> dict[str, list[int]]:
+    """Domains with enough images. The hidden ones are enough together, or subtraction from the total would show them."""
+    by_size = sorted(result.domains, key=lambda name: result.domains[name][0])
+    hidden = 0
+    while by_size and (result.domains[by_size[0]][0] < least or 0 < hidden < least):
+        hidden += result.domains[by_size.pop(0)][0]
+    return {name: counts for name, counts in result.domains.items() if name in by_size}
 
 
 def noised(result: ClientResult, epsilon: float) -> ClientResult:

@@ -61,6 +61,8 @@ class SitePolicy(Section):
     """Share of test images, if the images come without a split. It is drawn once, for all runs."""
     test_per_cell: Annotated[int, Field(ge=1)] | None = None
     """Most test images per (domain, class); all when absent."""
+    train_per_cell: Annotated[int, Field(ge=1)] | None = None
+    """Most training images per (domain, class); all when absent. Runs cannot choose another number."""
     approve: bool = False
     """A person must approve every run: `fedprompt node approve FOLDER RUN`."""
 
@@ -166,16 +168,17 @@ def refused_method(policy: SitePolicy, config: Config, method: Method, world: Wo
             yield Refused("policy", broken(f"epochs of {what}", f"be at most {policy.most_epochs} here", epochs))
     if policy.evaluate == "none":
         return
-    if (policy.least_noise or policy.evaluate == "noised") and any(map(_trains, fitting)):
+    noised = policy.least_noise or policy.evaluate == "noised"
+    if noised and any(map(_trains, fitting)):
         why = "federation.held_out" if held_out else f"method {config.label!r}"
         text = (
             f"{why} must not fit anything to training images before an evaluation here: its figures would reveal them"
         )
         yield Refused("privacy", text)
-    if policy.evaluate == "noised" and world.roles.local and config.federation.evaluate_at != "global":
+    if noised and world.roles.local and config.federation.evaluate_at != "global":
         text = (
             f"federation.evaluate_at must be global here for method {config.label!r}, or this site must send no figures "
-            "(evaluate: none): the client's state was fitted to training images, which noise on counts does not hide"
+            "(evaluate: none): what the client keeps was fitted to training images, and no noise hides them in figures"
         )
         yield Refused("privacy", text)
 

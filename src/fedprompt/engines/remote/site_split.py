@@ -1,6 +1,7 @@
-"""A site's test images: drawn once with a secret seed of the site, and the same in every run.
+"""A site's training and test images: chosen once, with a secret seed of the site, and the same in every run.
 
-If the server could choose the split, it could test single images, and training images too, over several runs.
+If the server could choose them, it could test single images, and training images too, over several runs. The difference
+of two sums, over training images with one image more and without it, would be the feature of that image.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fedprompt.config import DataConfig
 from fedprompt.engines.remote.site_policy import SitePolicy
@@ -21,18 +23,19 @@ FILE = "split.json"
 
 @dataclass(frozen=True)
 class SiteSplit:
-    """How a site chooses test images, if its images come without a split, and how many of them it uses."""
+    """How a site chooses test images, if its images come without a split, and how many images it uses."""
 
     seed: int
     test_fraction: float
     test_per_cell: int | None
+    train_per_cell: int | None = None
 
     @classmethod
     def of(cls, directory: Path, policy: SitePolicy) -> SiteSplit:
         """The split fixed at the first contact; created if there is none yet."""
         file = directory / FILE
         if not file.exists():
-            split = cls(secrets.randbits(62), policy.test_fraction, policy.test_per_cell)
+            split = cls(secrets.randbits(62), **_chosen(policy))
             write_atomically(file, json.dumps(asdict(split)).encode())
             return split
         try:
@@ -42,9 +45,13 @@ class SiteSplit:
 
     def differs(self, policy: SitePolicy) -> bool:
         """Whether the policy has changed since; the fixed split counts until the file is deleted."""
-        return (self.test_fraction, self.test_per_cell) != (policy.test_fraction, policy.test_per_cell)
+        return {**_chosen(policy), "seed": self.seed} != asdict(self)
 
     def applied(self, data: DataConfig) -> DataConfig:
-        """The run's data settings as they apply here. The run still decides how many training images it uses."""
-        own = {"split_seed": self.seed, "test_fraction": self.test_fraction, "test_per_cell": self.test_per_cell}
-        return data.model_copy(update={**own, "per_domain": None})
+        """The run's data settings as they apply here: which images are used is the site's choice."""
+        own = {name: value for name, value in asdict(self).items() if name != "seed"}
+        return data.model_copy(update={**own, "split_seed": self.seed, "per_domain": None})
+
+
+def _chosen(policy: SitePolicy) -> dict[str, Any]:
+    return {name: getattr(policy, name) for name in ("test_fraction", "test_per_cell", "train_per_cell")}
