@@ -57,8 +57,8 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(safe_line(f"fedprompt {__version__}"))
         raise typer.Exit
 

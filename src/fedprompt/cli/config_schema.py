@@ -1,6 +1,6 @@
 """The JSON schema of a config file, for editors: sections, methods and variants with their own settings, sweeps, scales, published numbers.
 
-It knows names, types and ranges, not what depends on several settings together: `fedprompt validate` knows all of it.
+It covers names, types and ranges, but not rules about several settings: `fedprompt validate` checks all of them.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ def dotted(sections: Mapping[str, Schema], definitions: Mapping[str, Schema]) ->
     choices: dict[
         str, list[str]
     ] = {}  # where the file says what a setting may be: several places for one that several methods have
-    said: dict[str, Schema] = {}
+    merged: dict[str, Schema] = {}
     patterns: dict[str, Schema] = {}
     for section, schema in sections.items():
         for home in homes(section, schema, definitions):
             for name, field in definitions[home]["properties"].items():
                 place, key = f"{home}/properties/{name}", f"{section}.{name}"
-                if field not in [said[other] for other in choices.get(key, [])]:
-                    said[place] = field
+                if field not in [merged[other] for other in choices.get(key, [])]:
+                    merged[place] = field
                     choices.setdefault(key, []).append(place)
                 if field.get("type") == "object":  # one entry of a mapping, such as train.lrs.prompt
                     patterns[f"^{section}\\.{name}\\..+"] = reference(f"{place}/additionalProperties")

@@ -42,7 +42,7 @@ def init(
     site: Annotated[list[str], typer.Option("--site", help="A site's name; once for every site.")],
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and keys: loopback only.")] = False,
 ) -> None:
-    """Make certificates, keys and config files: one folder for the server, and one to hand to each site."""
+    """Make certificates, keys and config files: one folder for the server, and one for each site."""
     from fedprompt.deploy.addresses import Address
     from fedprompt.deploy.folders import init as make
 
@@ -110,7 +110,7 @@ def admit(
     public_key: Annotated[Path, typer.Argument(help="Its public key (ssh-keygen -t ecdsa -b 384).")],
     server: Server,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Where to write what the site needs beside its private key.")
+        Path | None, typer.Option("--output", help="Where to write the folder for the site, without its private key.")
     ] = None,
 ) -> None:
     """Let a site in that made its own key; a private key need never travel."""
@@ -124,7 +124,7 @@ def admit(
     if output is not None:
         SiteFolder.create(output, name, folder, line)
         say(f"{output} goes to {name}, which puts its private key there as `key` (chmod 600)")
-    say(f"{name} is let in")
+    say(f"{name} is admitted")
 
 
 @federate.command()
@@ -139,7 +139,7 @@ def expel(name: Annotated[str, typer.Argument(help="The site's name.")], server:
 
 @federate.command()
 def renew(server: Server) -> None:
-    """A new certificate for the server, for another 825 days; sites need nothing new. Restart the server afterwards."""
+    """A new certificate for the server, for another 825 days; sites need no change. Restart the server afterwards."""
     from fedprompt.deploy import expiry
     from fedprompt.deploy.certificates import renew_server
     from fedprompt.deploy.folders import ServerFolder
@@ -174,7 +174,7 @@ def split(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings as key=value.")] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Give every client of a partition a file of its own, to try a federation on one machine."""
+    """Give every client of a partition a separate file, to try a federation on one machine."""
     from fedprompt.config import config_files
     from fedprompt.data.partition.divide import make_manifest
     from fedprompt.data.partition.export_clients import export_clients

@@ -153,9 +153,9 @@ def privacy(
     config: ConfigPath,
     overrides: Overrides = None,
     target_epsilon: Annotated[
-        float | None, typer.Option(help="Find the noise that spends this epsilon; else reckon with the config's own.")
+        float | None, typer.Option(help="Find the noise that spends this epsilon; else use the config's own noise.")
     ] = None,
-    delta: Annotated[float | None, typer.Option(help="The delta it is said at; else the config's own.")] = None,
+    delta: Annotated[float | None, typer.Option(help="The delta of epsilon; else the config's own.")] = None,
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:

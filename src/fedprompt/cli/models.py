@@ -45,7 +45,9 @@ def predict(
     split: Annotated[
         str | None, typer.Option(help="Only the rows of this split of parquet files: train, val or test.")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Classes to tell of every image, the most likely first.")] = 5,
+    top: Annotated[
+        int, typer.Option(min=1, help="Number of classes to print for every image, the most likely first.")
+    ] = 5,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV to standard output.")] = False,
     as_json: AsJson = False,
     output: Annotated[
@@ -106,7 +108,7 @@ def _check_whose(
     if client is None and adapt is None and adapted is None:
         raise ConfigError("--client must name a client of the run, unless --adapt or --adapted is given")
     if adapted is not None and (client is not None or adapt is not None):
-        raise ConfigError("--adapted must be given without --client and --adapt: it is a client of its own")
+        raise ConfigError("--adapted must be given without --client and --adapt: it is a client itself")
     for option, value in (("--save", save), ("--epochs", epochs)):
         if value is not None and adapt is None:
             raise ConfigError(broken(option, "be given with --adapt", str(value)))
@@ -165,8 +167,8 @@ def _answer(
                 print(safe_line(row.error), file=sys.stderr)
             yield row
 
-    asked = items(images, trained.class_names, trained.opened.factory.cache, split)
-    rows = counted(predictions(trained, asked, top))
+    pictures = items(images, trained.class_names, trained.opened.factory.cache, split)
+    rows = counted(predictions(trained, pictures, top))
     lines: Any = {
         "csv": lambda: csv_lines(rows, top),
         "json": lambda: json_lines(rows, trained, tally),
@@ -240,15 +242,15 @@ def export(
     from fedprompt.inference.export import export
 
     try:
-        said = export(trained, output, with_backbone, approximate)
+        record = export(trained, output, with_backbone, approximate)
     finally:
         trained.opened.close()
-    agreement = said["agreement"]
-    told = (
-        f"{'exact' if said['exact'] else 'approximate: ' + '; '.join(said['replaced'])}\n"
+    agreement = record["agreement"]
+    summary = (
+        f"{'exact' if record['exact'] else 'approximate: ' + '; '.join(record['replaced'])}\n"
         f"agrees with fedprompt on {agreement['same_class']:.1%} of {agreement['images']} images ({agreement['on']})"
     )
-    emit({"folder": str(output), **said}, as_json, f"exported: {output}\n{told}")
+    emit({"folder": str(output), **record}, as_json, f"exported: {output}\n{summary}")
 
 
 def _one_client(

@@ -64,7 +64,7 @@ def seed_numbers(texts: list[str] | None) -> list[int]:
 
 
 def open_runs(paths: list[Path]) -> list[Any]:
-    """Runs in the order given; a folder stands for the runs inside it."""
+    """Runs in the order given; a folder means all runs inside it."""
     from fedprompt.runs.run import Run
 
     found = [Run(each) for each in run_folders(paths)]
@@ -74,7 +74,7 @@ def open_runs(paths: list[Path]) -> list[Any]:
 
 
 def run_folders(paths: list[Path]) -> list[Path]:
-    """Run directories, or run files, in the order given; a folder stands for the runs inside it."""
+    """Run directories, or run files, in the order given; a folder means all runs inside it."""
     from fedprompt.errors import RunError
     from fedprompt.runs.store import FILE
 

@@ -1,4 +1,4 @@
-"""The command that runs a paper's table and prints our numbers beside it."""
+"""The command that runs a paper's table and prints our numbers next to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reproduce(
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
-    """Run the whole grid of a paper's table, print ours beside the paper's, and store it. Stop it whenever you like and run it again."""
+    """Run the whole grid of a paper's table, print our numbers next to the paper's, and store them. It can be stopped and run again."""
     from fedprompt.papers import paper_configs
 
     if listed:
@@ -102,7 +102,7 @@ def _reproduce(
     if before is not None:
         gone = {cell.family for cell in before.cells if cell.runs} - {config.family() for config in configs}
         if gone:
-            say(f"will replace {len(gone)} stored cells of other settings; name= gives an experiment a file of its own")
+            say(f"will replace {len(gone)} stored cells of other settings; name= gives an experiment a separate file")
     outcomes, codes = _run(configs, request, quiet or as_json)
     result = collect.assemble(request, numbers, outcomes, before)
     result_file.save(result, path)

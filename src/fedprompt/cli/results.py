@@ -49,7 +49,7 @@ def report(
 def audit(
     runs: Runs,
     clients: Annotated[
-        int | None, typer.Option(min=1, help="Audit so many clients, drawn at random; else all.")
+        int | None, typer.Option(min=1, help="Number of clients to audit, drawn at random; all when absent.")
     ] = None,
     weights: Weights = None,
     data: Data = None,
@@ -57,7 +57,7 @@ def audit(
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
-    """What uploads give away of training images, as AUC of attacks on them; see docs/audit.md."""
+    """What uploads reveal about training images, as AUC of attacks on them; see docs/audit.md."""
     opened = open_runs(runs)
     from fedprompt.evaluation.leak_audit import audit_run
     from fedprompt.report.leak_table import leak_table
@@ -100,14 +100,14 @@ def verified(folder: Path, head: str | None) -> dict[str, Any]:
     known = head is None or head.lower() in verdict.heads
     if first is not None:
         where = "from the beginning" if first.round is None else f"from round {first.round} on"
-        told = f"damaged {where}: {first.what}"
+        text = f"damaged {where}: {first.what}"
     elif not verdict.sealed:
-        told = f"{NO_DIGESTS} (format {verdict.version}); its structure is in order"
+        text = f"{NO_DIGESTS} (format {verdict.version}); its structure is in order"
     else:
-        told = f"whole, {verdict.rounds} rounds, head {verdict.head}"
+        text = f"whole, {verdict.rounds} rounds, head {verdict.head}"
     if first is None and head is not None:
         round = "before the first round" if covered is None else f"after round {covered}"
-        told += f"; the given head is that {round}" if known else f"; it never had the head {head}"
+        text += f"; the given head is that {round}" if known else f"; it never had the head {head}"
     return {
         "run": str(folder),
         "whole": first is None and known,
@@ -116,7 +116,7 @@ def verified(folder: Path, head: str | None) -> dict[str, Any]:
         "head": verdict.head,
         "first_round": None if first is None else first.round,
         "problems": [each.what for each in verdict.problems],
-        "told": told,
+        "told": text,
     }
 
 

@@ -70,7 +70,7 @@ def profiled(directory: Path, trace: bool, as_json: bool) -> Iterator[None]:
 
     found = Profile(directory / profile_tables.TRACE if trace else None)
 
-    def tell() -> None:
+    def report() -> None:
         if found.rounds:
             path = profile_tables.save(found, directory)
             for table in () if as_json else profile_tables.tables(found):
@@ -82,11 +82,11 @@ def profiled(directory: Path, trace: bool, as_json: bool) -> Iterator[None]:
             yield
     except BaseException:
         try:
-            tell()
+            report()
         except (OSError, FedpromptError) as error:  # the error that stopped the run matters more
             say(f"profile: not written: {error}")
         raise
-    tell()
+    report()
 
 
 @contextmanager

@@ -40,16 +40,12 @@ def start(
     weights: Annotated[
         str | None, typer.Option("--weights", help="Where the backbone lies on this machine, if elsewhere.")
     ] = None,
-    anew: Annotated[
-        bool, typer.Option("--anew", help="Begin like a new site where the state of a run is gone.")
-    ] = False,
+    anew: Annotated[bool, typer.Option("--anew", help="Begin like a new site if the state of a run is lost.")] = False,
     least_noise: Annotated[
         float, typer.Option("--least-noise", min=0.0, help="Take part only where updates are noised here, so much.")
     ] = 0.0,
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and keys: on loopback only.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Look whether all is well here, say what is not, and end.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check this site, print the problems, and end.")] = False,
     config: Annotated[
         Path | None, typer.Option("--config", help="With --check: would a run of this config be refused, and why?")
     ] = None,
@@ -127,7 +123,7 @@ def checked(
     weights: str | None = None,
     least_noise: float = 0.0,
 ) -> None:
-    """Print what was looked at, a line each; a ConfigError where something is not well."""
+    """Print one line per check; a ConfigError if one of them failed."""
     from fedprompt.config import config_files
     from fedprompt.deploy.check_site import look
 

@@ -32,7 +32,7 @@ def run(
     ] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Train: one run per method, seed and sweep value of the config. Stop it whenever you like and --resume."""
+    """Train: one run per method, seed and sweep value of the config. A stopped run continues with --resume."""
     if trace and not profile:
         raise ConfigError("--trace must come with --profile: it shows a round of it")
     around = partial(profiled, trace=trace, as_json=as_json) if profile else unobserved

@@ -1,7 +1,7 @@
-"""Who is connected to the dashboard, and whose turn it is.
+"""The connections of the dashboard, with their time limits.
 
-A client has a time to send its request as a whole, and one to take its answer. Where there are too many connections, the one
-that has kept us waiting longest goes, so that slow ones block no one. A complete request is never dropped.
+A client has limited time to send its request and to receive its answer. If there are too many connections, the one that
+the server has waited for longest is closed, so slow clients block no one. A complete request is never dropped.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ LONGEST_HEAD = 2**16  # bytes of a request's first line and headers
 
 
 class Connections:
-    """At most so many sockets at a time."""
+    """A limited number of open sockets."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._turns: dict[
             socket.socket, tuple[float, float] | None
-        ] = {}  # since when and until when it is the client's
+        ] = {}  # start and end of the time in which the server waits for the client
         self._lock = threading.Lock()
 
     def add(self, connection: socket.socket, patience: float) -> bool:
-        """Whether there is room, if need be that of the one we have waited for longest."""
+        """Whether there is room; if needed, the socket with the longest wait is closed."""
         with self._lock:
             if len(self._turns) >= self._most:
                 waited_for = [(turn[0], each) for each, turn in self._turns.items() if turn is not None]
@@ -38,13 +38,13 @@ class Connections:
         return True
 
     def wait_for(self, connection: socket.socket, patience: float) -> None:
-        """It is the client's turn from now on, for so many seconds."""
+        """Wait for the client from now on, for this many seconds."""
         with self._lock:
             if connection in self._turns:
                 self._turns[connection] = _turn(patience)
 
     def answer(self, connection: socket.socket) -> None:
-        """It is our turn."""
+        """The server is working on the answer: stop the timer."""
         with self._lock:
             if connection in self._turns:
                 self._turns[connection] = None
@@ -54,7 +54,7 @@ class Connections:
             self._turns.pop(connection, None)
 
     def end_the_late(self) -> None:
-        """Drop those whose time is over."""
+        """Drop connections whose time is over."""
         now = time.monotonic()
         with self._lock:
             for late in [each for each, turn in self._turns.items() if turn is not None and turn[1] < now]:
@@ -73,7 +73,7 @@ def _turn(patience: float) -> tuple[float, float]:
 
 
 class Head:
-    """What a client sends, as long as it is no longer than any request of a page; Python's own limit is a hundred times that."""
+    """The bytes of a request, up to a limit for requests of the page; Python's own limit is a hundred times larger."""
 
     def __init__(self, stream: BufferedIOBase) -> None:
         self._stream, self._left = stream, LONGEST_HEAD

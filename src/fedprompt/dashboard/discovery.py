@@ -1,4 +1,4 @@
-"""Which runs there are below some folders. Nothing outside of them is ever opened: links are not followed."""
+"""Finds the runs below some folders. Nothing outside them is opened: links are not followed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from fedprompt.io.safe_text import safe_line
 from fedprompt.runs.store import FILE
 
 DEPTH = 5  # folders inside folders
-MOST_FOLDERS = 20_000  # that are looked into
+MOST_FOLDERS = 20_000  # that are searched
 MOST_RUNS = 5_000  # that are shown
 
 
 @dataclass(frozen=True)
 class Found:
-    """A run folder, and what the page calls it."""
+    """A run folder, and its name on the page."""
 
     id: str
     """Stays the same between servers, so that a view can be bookmarked."""
     path: Path
     name: str
     folder: str
-    """Where it lies, as the user named it."""
+    """Its folder, as the user wrote it."""
 
 
 def discover(folders: Sequence[Path]) -> tuple[dict[str, Found], bool]:
-    """Runs by id, and whether there are more than could be looked at."""
+    """Runs by id, and whether the search stopped at its limit."""
     found: dict[str, Found] = {}
     looked = 0
     for given in folders:
@@ -45,7 +45,7 @@ def discover(folders: Sequence[Path]) -> tuple[dict[str, Found], bool]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """A folder and those below it; what is inside a run is not looked at. A folder that goes away meanwhile is empty."""
+    """A folder and those below it; the inside of a run is not searched. A folder that disappears meanwhile counts as empty."""
     waiting = [(root, 0)]
     while waiting:
         path, depth = waiting.pop()
@@ -78,5 +78,5 @@ def _found(root: Path, path: Path) -> Found:
 
 
 def printable(text: str) -> str:
-    """A name of the file system as text that can be sent and shown: bytes that are no UTF-8 become question marks."""
+    """A name of the file system as text that can be sent and shown: bytes that are not UTF-8 become question marks."""
     return safe_line(text.encode("utf-8", "replace").decode("utf-8"))

@@ -1,4 +1,4 @@
-"""Less of long things, so that a run of ten thousand rounds or a hundred thousand clients is as quick to look at as a short one."""
+"""Downsampling, so that a run of ten thousand rounds or a hundred thousand clients is shown as fast as a short one."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Item = TypeVar("Item")
 
 
 def stride(count: int, most: int = POINTS) -> int:
-    """Keep every so-manieth of so many: a power of two, so that a growing curve rarely has to be sent anew."""
+    """Keep every n-th point; n is a power of two, so that a growing curve is rarely sent again."""
     return 1 if count <= 2 * most else 2 ** math.ceil(math.log2(count / (2 * most)))
 
 
 def kept(count: int, every: int, after: int = -1) -> list[int]:
-    """Places of a curve to show behind a place: every so-manieth, and the last."""
+    """Indices of a curve to show after an index: every n-th, and the last."""
     first = (after // every + 1) * every
     places = list(range(max(first, 0), count, every))
     return places if not count or places[-1:] == [count - 1] or after >= count - 1 else [*places, count - 1]
 
 
 def evenly(items: Sequence[Item], most: int) -> list[Item]:
-    """At most so many of them, evenly spread, the first and the last among them."""
+    """A limited number of items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
 
 
 def ends_and_middle(items: Sequence[Item], most: int) -> list[Item]:
-    """At most so many of sorted items: a third from the beginning, a third around the middle, a third from the end."""
+    """A limited number of sorted items: a third from the start, a third around the middle, a third from the end."""
     if len(items) <= most:
         return list(items)
     part = most // 3
@@ -41,12 +41,12 @@ def ends_and_middle(items: Sequence[Item], most: int) -> list[Item]:
 
 
 def clip(text: str, most: int) -> str:
-    """A text that can be shown, and is not too long."""
+    """A printable text of limited length."""
     return safe_line(text if len(text) <= most else f"{text[:most]}…")
 
 
 def plain(value: Any) -> Any:
-    """The same for JSON: what is not finite becomes null, texts can be shown, long ones are cut."""
+    """The same for JSON: numbers that are not finite become null, texts are made printable and cut."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""One run, followed: what was read of it stays in memory, and only what is new is read."""
+"""Follows one run: data that was read stays in memory, and only new data is read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fedprompt.dashboard.run_reader import LiveRun
 from fedprompt.errors import FedpromptError
 from fedprompt.runs.store import FILE
 
-PAUSE, SHARE = 0.2, 1.0  # between two looks at a run: so many seconds, or so many times what the first one took
-SETTLED = 0.1  # seconds after which a change is sure to have a time of its own
+PAUSE, SHARE = 0.2, 1.0  # pause between two reads of a run: seconds, or a multiple of the time of the last read
+SETTLED = 0.1  # seconds after which a further change has a different timestamp
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Tells whether a run file has changed, without opening it."""
+    """Detects changes of a run file without opening it."""
 
     inode: int
     size: int
@@ -36,7 +36,7 @@ class Signature:
 
     @classmethod
     def of(cls, directory: Path) -> Signature | None:
-        """None where there is no file."""
+        """None if there is no file."""
         try:
             file = os.stat(directory / FILE)
         except OSError:
@@ -55,7 +55,7 @@ class Signature:
 
 
 class Follower:
-    """Everything the page knows about one run. Hold `lock` while reading its fields."""
+    """All data of one run for the page. Hold `lock` while reading its fields."""
 
     def __init__(self, found: Found) -> None:
         self.found = found
@@ -64,23 +64,23 @@ class Follower:
         self.history = History()
         self.reason: str | None = None  # why it cannot be read
         self.generation = 0  # goes up when the file was replaced by another one
-        self.signature: Signature | None = None  # of the last look
+        self.signature: Signature | None = None  # of the last read
         self._settled = False
         self._gate = threading.Lock()
-        self._rested = float("-inf")  # when the next look may begin
+        self._rested = float("-inf")  # when the next read may begin
         self._grown: float | None = None
 
     @property
     def read(self) -> bool:
-        """Whether there was a look at all."""
+        """Whether the run was read at all."""
         return self.signature is not None
 
     @contextmanager
     def opened(self) -> Iterator[LiveRun]:
         """The run, open for a moment.
 
-        Looks never overlap, and between two of them the run has a rest that is at least as long as the look: SQLite begins
-        its log anew only when it has no readers, so one that is always being read grows without end.
+        Reads never overlap, and the pause between two of them is at least as long as a read: SQLite resets its log only when
+        there are no readers, so the log of a run that is always being read grows without end.
         """
         with self._gate:
             time.sleep(max(0.0, self._rested - time.monotonic()))
@@ -93,7 +93,7 @@ class Follower:
                 self._rested = end + max(PAUSE, SHARE * (end - begin))
 
     def refresh(self) -> None:
-        """Read what is new. Who has been read is not waited for: what is known is good enough until the next time."""
+        """Read new data. If another thread is reading, do not wait: the data in memory is used until the next time."""
         with self.lock:
             now, seen = time.monotonic(), Signature.of(self.found.path)
             if seen is None or (seen == self.signature and self._settled):
@@ -109,7 +109,7 @@ class Follower:
                 self.reason = None
             except (FedpromptError, sqlite3.Error, OSError, UnicodeDecodeError) as error:
                 if Signature.of(self.found.path) != seen or _is_busy(error):
-                    return  # it moved under our eyes: the next look tells more
+                    return  # it changed during the read: try again next time
                 self._forget()
                 self.reason = str(error)
             if self.read and self.history.done > before:
@@ -141,7 +141,7 @@ class Follower:
         """See `liveness.status`."""
         writer = locks.writer_of(self.found.path)
         if writer:
-            self._grown = None  # growth counts as a sign of life only where no writer can be seen
+            self._grown = None  # growth is a sign of a writer only if none is visible
         now = time.monotonic()
         return status(
             Signs(
@@ -156,7 +156,7 @@ class Follower:
 
 
 def _is_busy(error: BaseException | None) -> bool:
-    """Whether SQLite only asked to come again later."""
+    """Whether SQLite was only busy."""
     while error is not None:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return True

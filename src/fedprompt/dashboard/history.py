@@ -1,4 +1,4 @@
-"""What is remembered of a run's rounds and events: numbers in columns, so that many long runs fit into little memory."""
+"""Rounds and events of a run in memory: numbers in columns, so that many long runs need little memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fedprompt.metrics.accuracy import is_summary
 from fedprompt.runs.store import PRIVACY, REFUSED
 
 LATEST = 100  # events that are shown
-PACE = 20  # rounds whose mean time tells how long the others will take
-GROUPS = 200  # kinds, rules, phases and domains told apart
+PACE = 20  # rounds whose mean time is used for the estimate
+GROUPS = 200  # kinds, rules, phases and domains that are counted separately
 
 
 @dataclass
@@ -23,7 +23,7 @@ class History:
 
     rounds: array[int] = field(default_factory=lambda: array("q"))
     losses: array[float] = field(default_factory=lambda: array("d"))
-    """NaN where no client trained."""
+    """NaN if no client trained."""
     sent: array[float] = field(default_factory=lambda: array("d"))
     """Bytes in both directions, up to each round."""
     seconds: array[float] = field(default_factory=lambda: array("d"))
@@ -53,7 +53,7 @@ class History:
 
     @property
     def pace(self) -> float:
-        """Seconds a round takes, of late."""
+        """Mean seconds of the last rounds."""
         late = self.seconds[1:][-PACE:]  # round 0 trains no client
         return sum(late) / len(late) if late else 0.0
 
@@ -81,7 +81,7 @@ class History:
         for each in events:
             self.last_event = each.number
             _count(self.kinds, each.kind)
-            if each.kind != PRIVACY:  # one in every round, which has a curve of its own
+            if each.kind != PRIVACY:  # one in every round, shown as a curve
                 self.latest.append(each)
             if each.kind == REFUSED:
                 _count(self.refused, str(each.figure))

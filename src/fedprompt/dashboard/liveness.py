@@ -1,7 +1,7 @@
-"""Whether somebody is writing a run.
+"""Whether a process is writing a run.
 
-A writer holds a lock on `run.lock` as long as it lives. To try that lock would take it for an instant, and a writer that
-starts in that instant would give up. So it is only looked at, in the list of all locks that Linux keeps in `/proc/locks`.
+A writer holds a lock on `run.lock` while it runs. Testing the lock would take it for a moment, and a writer that starts
+in that moment would give up. So this module only reads the list of all locks in `/proc/locks` (Linux).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HELD = re.compile(r"^\d+: FLOCK\s+\w+\s+WRITE\s+\S+\s+([0-9a-f]+):([0-9a-f]+):(
 
 @dataclass(frozen=True)
 class Locks:
-    """The locks held on this machine, by device and inode; None where the system does not tell."""
+    """The locks held on this machine, by device and inode; None if the system has no such list."""
 
     held: frozenset[tuple[int, int, int]] | None
 
@@ -36,7 +36,7 @@ class Locks:
         )
 
     def writer_of(self, directory: Path) -> bool | None:
-        """Whether the run's lock is held; None where that cannot be known."""
+        """Whether the run's lock is held; None if unknown."""
         try:
             lock = os.stat(directory / "run.lock")
         except OSError:
@@ -45,19 +45,19 @@ class Locks:
             return None
         if (os.major(lock.st_dev), os.minor(lock.st_dev), lock.st_ino) in self.held:
             return True
-        # some file systems (btrfs, overlays) call their devices differently here and there
+        # some file systems (btrfs, overlays) report different device numbers in the two places
         return None if any(inode == lock.st_ino for _, _, inode in self.held) else False
 
 
 @dataclass(frozen=True)
 class Signs:
-    """What is known about the life of a run."""
+    """The state of a run's writer."""
 
     damaged: bool
     complete: bool
     """Has all its rounds."""
     writer: bool | None
-    """Holds the lock; None where that cannot be known."""
+    """Holds the lock; None if unknown."""
     grown: float | None
     """Seconds since a round was seen to appear without a visible writer, such as one on another machine."""
     quiet: float
@@ -67,7 +67,7 @@ class Signs:
 
 
 def status(signs: Signs) -> tuple[str, str]:
-    """One of running, finished, stopped and damaged, and what tells so."""
+    """One of running, finished, stopped and damaged, and the reason."""
     recent = max(RECENT, 3 * signs.pace)
     if signs.damaged:
         return "damaged", "file"

@@ -1,4 +1,4 @@
-"""All runs the page knows about, and answers that are kept until they would be different."""
+"""All runs of the page, and a cache of answers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedprompt.dashboard.discovery import discover
 from fedprompt.dashboard.follower import Follower
 from fedprompt.dashboard.liveness import Locks
 
-SCAN = 1.0  # seconds between two looks at the folders
-LOOK = 0.3  # seconds between two looks at the locks
-PATIENCE = 0.8  # seconds that one answer may take for reading runs; the others come with the next
+SCAN = 1.0  # seconds between two searches of the folders
+LOOK = 0.3  # seconds between two reads of the locks
+PATIENCE = 0.8  # seconds that one answer may spend on reading runs; the others follow in the next answer
 KEPT = 32  # answers
-REST = 10.0  # an answer is not made again before so many times the time that it took
+REST = 10.0  # an answer is not computed again before this multiple of its computing time
 
 
 class Catalogue:
@@ -27,7 +27,7 @@ class Catalogue:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = tuple(folders)
-        self.session = secrets.token_hex(8)  # another one after a restart: numbers of answers begin anew
+        self.session = secrets.token_hex(8)  # changes after a restart, when numbers of answers restart too
         self.truncated = False
         self._followers: dict[str, Follower] = {}
         self._lock = threading.Lock()
@@ -44,16 +44,16 @@ class Catalogue:
             return list(self._followers.values())
 
     def get(self, id: str) -> Follower | None:
-        """The run of an id, freshly read; None where there is none, however the id may look."""
+        """The run of an id, after reading new data; None for any unknown id."""
         follower = {each.found.id: each for each in self.followers()}.get(id)
         if follower is not None:
             follower.refresh()
         return follower
 
     def refreshed(self) -> tuple[list[Follower], int]:
-        """All runs, and how many of them there was no time to read yet."""
+        """All runs, and how many of them have not been read yet."""
         followers, end = self.followers(), time.monotonic() + PATIENCE
-        for each in sorted(followers, key=lambda follower: follower.read):  # who was never read comes first
+        for each in sorted(followers, key=lambda follower: follower.read):  # unread runs come first
             if time.monotonic() < end:
                 each.refresh()
         return followers, sum(not each.read for each in followers)
@@ -75,14 +75,14 @@ class _Answer:
 
 
 class Answers:
-    """Answers that cost something, each made again only when what it was made of has changed, and not too often."""
+    """Cache of expensive answers: computed again only when their input has changed, and not too often."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[Hashable, _Answer] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, name: Hashable, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The answer of a name; `key` tells what it depends on."""
+        """The answer of a name; `key` identifies its input."""
         with self._lock:
             answer = self._answers.setdefault(name, _Answer())
             self._answers.move_to_end(name)

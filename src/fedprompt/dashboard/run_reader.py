@@ -1,4 +1,4 @@
-"""A run file as the page reads it: only what is new, in one short transaction, without a trace beside the file."""
+"""Reads a run file for the page: only new data, in one short transaction, without creating files next to it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Any
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import FILE, MOST_ARGUMENTS, PRIVACY, REFUSED, RoundRecord, RunReader
 
-BUSY = 2.0  # seconds to wait where SQLite itself needs the file for a moment; the page asks again anyway
-LOOK = (
-    5.0  # seconds that SQLite may take for one look; more is told as damage, so that one file cannot hold up the page
-)
-CHECKED = 2**26  # bytes of a file whose structure is gone through at every look, in some 30 ms at most
-DETAIL = 400  # letters of an event that are shown
-FIGURES = {REFUSED: "rule", PRIVACY: "epsilon"}  # what is shown of the mappings that events of a kind keep
-# SQLite reads standard JSON a hundred times faster; what holds a NaN is read here
+BUSY = 2.0  # seconds to wait if SQLite is busy; the page asks again anyway
+LOOK = 5.0  # seconds for one read; a longer one is reported as damage, so that one file cannot block the page
+CHECKED = 2**26  # bytes up to which the structure of a file is checked at every read, in about 30 ms at most
+DETAIL = 400  # characters of an event that are shown
+FIGURES = {REFUSED: "rule", PRIVACY: "epsilon"}  # the field shown for events whose details are mappings
+# SQLite reads standard JSON a hundred times faster; JSON with a NaN is read here
 COUNTS: dict[str, type] = {
     "json_valid(result)": int,
     "iif(json_valid(result), json_extract(result, '$.correct'), NULL)": object,
@@ -28,11 +26,11 @@ COUNTS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class NewRound:
-    """A round since the last look."""
+    """A round since the last read."""
 
     round: int
     cohort: int
-    """How many clients."""
+    """Number of clients."""
     loss: float | None
     bytes_down: int
     bytes_up: int
@@ -53,7 +51,7 @@ class NewEvent:
 
 
 class LiveReader(RunReader):
-    """One look at a run file: everything that is read is from the same moment. To be closed at once."""
+    """One read of a run file: all data is from the same snapshot. Close it immediately."""
 
     seconds = LOOK
     checked_bytes = CHECKED
@@ -63,7 +61,7 @@ class LiveReader(RunReader):
         self._connection.execute("BEGIN")
 
     def _open(self, path: Path) -> sqlite3.Connection:
-        # where all is in the file itself nothing needs to be locked, and SQLite makes no files of its own beside it
+        # if the log is empty, no lock is needed, and SQLite creates no files next to it
         log = path.with_name(f"{FILE}-wal")
         mode = "mode=ro" if log.exists() and log.stat().st_size else "mode=ro&immutable=1"
         return sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True, timeout=BUSY, isolation_level=None)
@@ -74,11 +72,11 @@ class LiveReader(RunReader):
             number, cohort, loss, down, up, summary, seconds, _ = row
             figures = None if summary is None else self._tables.figures(summary, f"summary of round {number}")
             spent = self._tables.figures(seconds, f"seconds of round {number}")
-            clients = cohort.count(",") + 1 if len(cohort) > len("[]") else 0  # far cheaper than to read them
+            clients = cohort.count(",") + 1 if len(cohort) > len("[]") else 0  # much faster than parsing them
             yield NewRound(number, clients, loss, down, up, figures, spent)
 
     def new_events(self, after: int) -> Iterator[NewEvent]:
-        """Events behind a row number."""
+        """Events after a row number."""
         for row in self._tables.table("events", "WHERE rowid > ? ORDER BY rowid", (after,)):
             number, round, client, kind, detail = row
             name, figure = FIGURES.get(kind), None
@@ -87,7 +85,7 @@ class LiveReader(RunReader):
             yield NewEvent(number, round, client, kind, detail[:DETAIL], figure)
 
     def complete(self, rounds: int, events: int) -> None:
-        """Raise where the file has fewer or more of them than were read."""
+        """Raise if the file has fewer or more of them than were read."""
         self._complete("rounds", rounds, lambda last: last.rounds)
         self._complete("events", events, lambda last: last.last_event)
 
@@ -112,14 +110,14 @@ class LiveReader(RunReader):
 
 
 class LiveRun(Run):
-    """A run for the tables that every other command makes."""
+    """A run for the tables of the other commands."""
 
     reader: LiveReader
 
     def __init__(self, directory: Path) -> None:
         self.reader = LiveReader(directory)
         self.directory = self.reader.directory
-        # read once: in one look they stay as they are, and tables ask for them again and again
+        # read once: they do not change during one read, and tables need them repeatedly
         self._rounds: list[RoundRecord] | None = None
         self._summary: dict[str, Any] | None = None
 

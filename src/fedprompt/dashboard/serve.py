@@ -1,4 +1,4 @@
-"""The dashboard on a terminal: where it is, a warning where others can reach it, and a clean end."""
+"""The dashboard on a terminal: its address, a warning if others can reach it, and a clean end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedprompt.dashboard.server import Dashboard, is_loopback
 from fedprompt.errors import RunError
 from fedprompt.io.safe_text import safe_line
 
-FOLDER = Path("runs")  # where runs are unless a config says otherwise; it may come later
+FOLDER = Path("runs")  # the default folder of runs; it may be created later
 
 
 def serve(folders: Sequence[Path] | None, host: str, port: int | None, open_browser: bool) -> None:
@@ -22,7 +22,9 @@ def serve(folders: Sequence[Path] | None, host: str, port: int | None, open_brow
     chosen = list(folders or [FOLDER])
     with Dashboard(chosen, host, port) as server:
         if not is_loopback(host):
-            warning = "there is no login: whoever reaches this address sees names, settings and results of all runs"
+            warning = (
+                "there is no login: anyone who can reach this address sees names, settings and results of all runs"
+            )
             print(safe_line(f"WARNING: {warning}"), file=sys.stderr)
         try:
             named = ", ".join(map(str, chosen))

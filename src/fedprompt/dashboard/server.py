@@ -1,4 +1,4 @@
-"""The server: a handful of fixed files and five questions, answered to this machine. It has no login, and writes nothing."""
+"""The server: some fixed files and five kinds of requests, for this machine. It has no login, and writes nothing."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-LONGEST_PATH = 4096  # letters of a request's path and query
+LONGEST_PATH = 4096  # characters of a request's path and query
 MOST_CONNECTIONS = 64  # at a time; a browser has six
 PATIENCE = (
-    5.0  # seconds for a request as a whole, from the start of the connection or the last answer; a page asks sooner
+    5.0  # seconds for a complete request, from the start of the connection or the last answer; the page is faster
 )
-TAKING = 15.0  # seconds for the client to take an answer
+TAKING = 15.0  # seconds for the client to receive an answer
 
 
 def pages() -> dict[str, tuple[str, bytes]]:
-    """What is served besides answers: type and content by path. Nothing else of the disk can be asked for."""
+    """The static files: type and content by path. No other file can be requested."""
     found = {}
     for file in resources.files("fedprompt.dashboard").joinpath("static").iterdir():
         kind = TYPES.get(file.name.rpartition(".")[2])
@@ -67,8 +67,8 @@ def is_loopback(host: str) -> bool:
 def is_expected(header: str | None, host: str) -> bool:
     """Whether a request was meant for this server.
 
-    A page elsewhere can point its own name at this machine, and a browser then takes our answers for its own. Such a request
-    carries that name; ours carry an address, `localhost`, or the name the server was started under.
+    An attacker's site can resolve its own host name to this machine (DNS rebinding), and the browser then lets it read our
+    answers. Such a request has that host name; ours have an address, `localhost`, or the name the server was started with.
     """
     name = urlsplit(f"//{header or ''}").hostname or ""
     try:
@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(body=False)
 
     def _refuse(self) -> None:
-        self._send(HTTPStatus.METHOD_NOT_ALLOWED, *_told("only GET and HEAD"), {"Allow": "GET, HEAD"})
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, *_error("only GET and HEAD"), {"Allow": "GET, HEAD"})
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
 
@@ -122,34 +122,32 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError:
             expected = False
         if not expected:
-            return HTTPStatus.FORBIDDEN, *_told("this address is not one of the dashboard's")
+            return HTTPStatus.FORBIDDEN, *_error("this address is not one of the dashboard's")
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and self.path != "/":
-            return HTTPStatus.FORBIDDEN, *_told("only the dashboard's own page may ask")
+            return HTTPStatus.FORBIDDEN, *_error("only the dashboard's own page may send requests")
         if len(self.path) > LONGEST_PATH:
-            return HTTPStatus.REQUEST_URI_TOO_LONG, *_told(f"at most {LONGEST_PATH} letters")
+            return HTTPStatus.REQUEST_URI_TOO_LONG, *_error(f"at most {LONGEST_PATH} characters")
         path, _, text = self.path.partition("?")
         if path in self.server.pages:
             return HTTPStatus.OK, *self.server.pages[path]
         question = self.server.questions.get(path)
         if question is None:
-            return HTTPStatus.NOT_FOUND, *_told("there is no such page")
+            return HTTPStatus.NOT_FOUND, *_error("there is no such page")
         try:
             return HTTPStatus.OK, *_json(plain(question(dict(parse_qsl(text, max_num_fields=20)))))
         except Missing as error:
-            return HTTPStatus.NOT_FOUND, *_told(str(error))
+            return HTTPStatus.NOT_FOUND, *_error(str(error))
         except (Unusable, ValueError) as error:
-            return HTTPStatus.BAD_REQUEST, *_told(str(error))
-        except (FedpromptError, OSError) as error:  # a run that broke or went away in this moment
-            return HTTPStatus.CONFLICT, *_told(str(error))
+            return HTTPStatus.BAD_REQUEST, *_error(str(error))
+        except (FedpromptError, OSError) as error:  # a run that was damaged or removed in this moment
+            return HTTPStatus.CONFLICT, *_error(str(error))
         except Exception:
             traceback.print_exc()
-            return HTTPStatus.INTERNAL_SERVER_ERROR, *_told(
-                "a mistake in fedprompt; the terminal of the dashboard tells more"
-            )
+            return HTTPStatus.INTERNAL_SERVER_ERROR, *_error("a bug in fedprompt; see the terminal of the dashboard")
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes, more: dict[str, str], body: bool = True) -> None:
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # what follows is no request
+            self.close_connection = True  # the rest of the connection is not a request
         self.send_response(status)
         headers = {**HEADERS, "Content-Type": kind, "Content-Length": str(len(content)), **more}
         if self.close_connection:
@@ -173,7 +171,7 @@ def _json(value: Any) -> tuple[str, bytes]:
     return "application/json", json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _told(error: str) -> tuple[str, bytes]:
+def _error(error: str) -> tuple[str, bytes]:
     return _json({"error": error})
 
 
@@ -184,7 +182,7 @@ class Dashboard(ThreadingHTTPServer):
     request_queue_size = 32
 
     def __init__(self, folders: Sequence[Path], host: str = "127.0.0.1", port: int | None = None) -> None:
-        """A port that is not given is the usual one, or a free one where that is taken."""
+        """Without a port: the default one, or a free one if that is taken."""
         self.host = host
         self.pages = pages()
         views = Views(Catalogue(folders))
@@ -231,7 +229,7 @@ class Dashboard(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """What the server's loop does besides: twice a second, and after every connection."""
+        """Called by the server's loop twice a second, and after every connection."""
         self.connections.end_the_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

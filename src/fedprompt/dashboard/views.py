@@ -1,4 +1,4 @@
-"""What the page asks for, as plain values: the list, one run, its clients, its settings, a comparison."""
+"""The answers for the page as plain values: the list, one run, its clients, its settings, a comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedprompt.runs.families import Family, families
 MOST_COMPARED = 40  # runs
 HEAT_ROUNDS, HEAT_CLIENTS = 60, 48
 LAST_ROUNDS = 12
-NAME = 120  # letters of a name
+NAME = 120  # characters of a name
 
 Query = Mapping[str, str]
 
@@ -31,11 +31,11 @@ class Missing(Exception):
 
 
 class Unusable(Exception):
-    """A question that cannot be answered, and why."""
+    """A request that cannot be answered, and why."""
 
 
 class Views:
-    """The questions of the page. Each takes the fields of its query."""
+    """The requests of the page. Each method takes the fields of its query."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
@@ -68,7 +68,7 @@ class Views:
         }
 
     def run(self, query: Query) -> dict[str, Any]:
-        """One run: its figures, and the points of its curves behind the round `after`, if the thinning is still the same."""
+        """One run: its figures, and the points of its curves after the round `after`, if the sampling step is unchanged."""
         follower = self._follower(query)
         with follower.lock:
             history, config = follower.history, follower.config
@@ -91,7 +91,7 @@ class Views:
             }
 
     def clients(self, query: Query) -> dict[str, Any]:
-        """Who does how well: the clients' accuracies in the last evaluated round, and some of them in some of the rounds."""
+        """Accuracies of the clients in the last evaluated round, and of some clients in some of the rounds."""
         follower = self._follower(query)
         with follower.lock:
             evaluated, key = list(follower.history.evaluated), (follower.generation, len(follower.history.evaluated))
@@ -100,7 +100,7 @@ class Views:
         return self._answers.get(("clients", follower.found.id), key, lambda: _clients(follower, evaluated))
 
     def settings(self, query: Query) -> dict[str, Any]:
-        """The config of a run, and with what it was made."""
+        """The config of a run, and the versions that made it."""
         follower = self._follower(query)
         return self._answers.get(("settings", follower.found.id), follower.generation, lambda: _settings(follower))
 
@@ -187,12 +187,12 @@ def _figures(history: History) -> dict[str, Any]:
 
 
 def _curves(history: History, after: int, every: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Points (round, value, ...) that follow a round; they replace whatever the page has behind `behind`."""
+    """Points (round, value, ...) that follow a round; they replace the page's points after `behind`."""
 
     def points(rounds: Sequence[int], step: int, *columns: Sequence[float]) -> dict[str, Any]:
         settled = (
             (_behind(rounds, after) - 1) // step * step
-        )  # the last one asked for may have been there only for being last
+        )  # the last point sent may have been included only because it was last
         places = kept(len(rounds), step, settled)
         return {
             "behind": rounds[settled] if settled >= 0 else -1,
@@ -277,14 +277,10 @@ def _compared(followers: Sequence[Follower]) -> dict[str, Any]:
     left_out: list[dict[str, str]] = []
     with ExitStack() as stack:
         opened: dict[str, LiveRun] = {}
-        for each in sorted(
-            followers, key=lambda follower: follower.found.id
-        ):  # one order for all: two never wait in a ring
+        for each in sorted(followers, key=lambda follower: follower.found.id):  # the same order for all: no deadlock
             try:
                 run = stack.enter_context(each.opened())
-                comparison_table.comparison(
-                    [run]
-                )  # whatever is wrong with this run shows here, before it meets the others
+                comparison_table.comparison([run])  # errors of this run appear here, before it is combined with others
                 opened[each.found.id] = run
             except (FedpromptError, OSError) as error:
                 left_out.append({"name": each.found.name, "reason": clip(printable(str(error)), 600)})

@@ -74,7 +74,7 @@ class BaseToNovel:
         clients: Sequence[int],
         download: Callable[[int], Tensors],
         local: dict[int, float],
-        told: Callable[[int], None] = lambda done: None,
+        on_progress: Callable[[int], None] = lambda done: None,
     ) -> NovelFigures:
         """All figures after a round; `local` are the accuracies on the clients' own images, by client number."""
         found: dict[str, list[float]] = {"local": [local[client] for client in clients], "base": [], "novel": []}
@@ -83,7 +83,7 @@ class BaseToNovel:
             for name, runtime, elsewhere in (("base", self.base, None), ("novel", self.novel, self.novel.world)):
                 params = self.federation.fitted(round, client, received, elsewhere)
                 found[name].append(runtime.test(round, client, params).accuracy)
-            told(done)
+            on_progress(done)
         means = {name: statistics.fmean(values) for name, values in found.items()}
         return {
             **means,

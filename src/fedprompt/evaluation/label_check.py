@@ -2,7 +2,7 @@
 
     right     share of images x of class y with argmax_c <I(x), T("a photo of a" c)> = y
     permuted  the same after class c got the name of class s(c), s(c) != c for all c; mean over a few such s
-    blind     sum_c (share of images of class c) * (share of images called c): the same answers dealt out at random
+    blind     sum_c (share of images of class c) * (share of images called c): the same answers in random order
     chance    1 / C
 
 A loader that mixes up labels, or a text tower that says the same of every class, brings `right` down to the others. The
@@ -26,7 +26,7 @@ from fedprompt.core.method import World
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.random_streams import SERVER, Stream, stream
 
-IMAGES = 512  # test images that are looked at, at most
+IMAGES = 512  # test images that are used, at most
 PERMUTATIONS = 5
 STANDARD_ERRORS = 3.0
 WORDS = "a photo of a"
@@ -58,8 +58,8 @@ def figures(images: Tensor, labels: Tensor, text: Tensor, seed: int) -> LabelChe
     generator = stream(seed, 0, SERVER, "label_check")
     elsewhere = [(images @ text[derangement(classes, generator)].T).argmax(-1) for _ in range(PERMUTATIONS)]
     permuted = sum(_share(wrong == labels) for wrong in elsewhere) / PERMUTATIONS
-    held, said = (torch.bincount(values, minlength=classes).double() / count for values in (labels, called))
-    blind, chance = float((held * said).sum()), 1 / classes
+    true, answered = (torch.bincount(values, minlength=classes).double() / count for values in (labels, called))
+    blind, chance = float((true * answered).sum()), 1 / classes
     level = max(chance, blind)
     threshold = max(level, permuted) + STANDARD_ERRORS * (level * (1 - level) / count) ** 0.5
     return {

@@ -3,7 +3,7 @@
 Every audited client takes part once more from the stored state of a run, in memory only. What it would send is read by
 two adversaries:
 
-    server    knows what was sent, down and up. It guesses local tensors: it simulates the client with its own images
+    server    has all messages, down and up. It guesses local tensors: it simulates the client with its own images
               (test images of other clients, which no client trained on) for a few participations, and uses what such
               a client would have kept.
     insider   also holds the client's local tensors: an upper bound.

@@ -93,7 +93,7 @@ class Sweep:
 
 
 def values_of(field: str, text: str) -> tuple[Any, ...]:
-    """A YAML list, with or without its brackets, in which `1..4` stands for 1, 2, 3, 4."""
+    """A YAML list, with or without its brackets, in which `1..4` means 1, 2, 3, 4."""
     try:
         listed = read_yaml(text if text.lstrip().startswith("[") else f"[{text}]")
     except yaml.YAMLError as error:

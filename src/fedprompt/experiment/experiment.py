@@ -101,7 +101,7 @@ class Experiment:
             store.close()
 
     def _simulate(self, observer: Observer) -> None:
-        """The same with every client a node of its own, which Flower simulates."""
+        """The same with every client as a separate node, simulated by Flower."""
         from fedprompt.engines.flower.simulation import simulate
 
         if self.config.data.novel:
@@ -130,7 +130,7 @@ def check_extensions(config: Config) -> None:
 
 
 def _secured(engine: Engine, roles: Roles, config: Config) -> Engine:
-    """The engine behind a secure sum, where one is asked for."""
+    """The engine, wrapped in a secure sum if the config requires one."""
     if not config.federation.secure_sum:
         return engine
     from fedprompt.engines.secure_cohort import SecureCohort

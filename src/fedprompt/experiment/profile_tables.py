@@ -103,9 +103,9 @@ def tables(profile: Profile) -> list[Table]:
 def _places(rounds: list[Round]) -> Table:
     total = sum(each.seconds for each in rounds)
     phases, places = _sums(rounds, lambda phase, place: phase), _sums(rounds, lambda phase, place: place)
-    told = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares(rounds).items())
+    parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares(rounds).items())
     each = ", ".join(f"{phase} {1000 * seconds:.1f} ms" for phase, seconds in per_client(rounds).items())
-    table = Table(title=f"{total:.2f} s in {len(rounds)} rounds: {told}", caption=f"a client takes: {each}")
+    table = Table(title=f"{total:.2f} s in {len(rounds)} rounds: {parts}", caption=f"a client takes: {each}")
     table.add_column("milliseconds in")
     shown = [phase for phase in _PHASES if phase in phases] + [phase for phase in phases if phase not in _PHASES]
     for name in (*shown, "all", "share", "calls"):

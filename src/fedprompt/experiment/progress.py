@@ -45,9 +45,9 @@ class LiveProgress(Observer):
 
     def checked(self, check: Mapping[str, Any]) -> None:
         self._tell(f"  {sentence(check)}")
-        told = warning(check)
-        if told is not None:
-            self._console.print(Text.assemble("  ", ("WARNING", "bold"), f": {safe_line(told)}"), soft_wrap=True)
+        message = warning(check)
+        if message is not None:
+            self._console.print(Text.assemble("  ", ("WARNING", "bold"), f": {safe_line(message)}"), soft_wrap=True)
 
     def cohort(self, round: int, clients: Sequence[int]) -> None:
         names = [self._names[client] for client in clients]
@@ -103,7 +103,7 @@ class LiveProgress(Observer):
             self._live = None
 
     def _who(self, client: int) -> str:
-        """A name for whoever a message says it is from, before anybody has checked that."""
+        """The name of a message's sender as stated in the message, not verified yet."""
         if client == COHORT:
             return "the cohort"
         return self._names[client] if 0 <= client < len(self._names) else f"client {client}"

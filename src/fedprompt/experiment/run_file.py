@@ -37,10 +37,10 @@ def refuse_another_run(config: Config, resume: bool) -> None:
         stored = run.reader.fact("config")
     finally:
         run.close()
-    asked = config.model_dump(mode="json")
+    requested = config.model_dump(mode="json")
     lines = configuration.difference(
         {key: value for key, value in stored.items() if key not in configuration.NO_RESULT},
-        {key: value for key, value in asked.items() if key not in configuration.NO_RESULT},
+        {key: value for key, value in requested.items() if key not in configuration.NO_RESULT},
     )
     if lines:
         raise RunError(

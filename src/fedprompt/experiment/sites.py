@@ -1,4 +1,4 @@
-"""The front door of a federation of sites: the same loop as everywhere, with clients that have images of their own.
+"""The entry point of a federation of sites: the usual loop, with clients that have their own images.
 
 The server has no images. It meets the sites, agrees with them on class names and weights, and from then on knows them by the
 numbers they have in the run file.
@@ -37,13 +37,13 @@ HERE = {"engine", "output"}  # sections of a config that are the server's own bu
 
 
 class SiteTransport(Transport, Protocol):
-    """Carries orders to sites, which it knows by name."""
+    """Carries orders to sites, identified by name."""
 
     def meet(self, order: bytes, names: Sequence[str]) -> Mapping[str, bytes | Failure]:
         """The answers of the sites of these names, or of all that are connected where none are given."""
 
     def number(self, names: Sequence[str], introduction: bytes = b"") -> None:
-        """Tell whose number is which: client i is the site names[i]. The order asks a site whose name is not known for it."""
+        """Set the numbers of sites: client i is the site names[i]. The order requests the name of an unnamed site."""
 
 
 class SitesExperiment(Experiment):
@@ -104,15 +104,15 @@ class SitesExperiment(Experiment):
         unfit |= agreement.refused
         kept_out = away | unfit
         names = sorted(set(wanted or meetings) - set(unfit))  # who is away may come later
-        told = "; ".join(f"{name}: {text}" for name, text in sorted(kept_out.items()))
+        reasons = "; ".join(f"{name}: {text}" for name, text in sorted(kept_out.items()))
         if meetings and agreement.class_names is None:
-            raise DataError(broken("sites", "agree on the names of the classes", told or "nothing to agree on"))
+            raise DataError(broken("sites", "agree on the names of the classes", reasons or "nothing to agree on"))
         present = sorted(set(meetings) - set(agreement.refused))
         if unfit and not names:
-            raise QuorumError(f"sites must fit the run, got none that does: {told}")
+            raise QuorumError(f"sites must fit the run, got none that does: {reasons}")
         if not present or len(present) < self.config.guard.quorum * len(names):
             rule = f"be there for {self.config.guard.quorum:g} of {len(names)} (guard.quorum) when a run begins"
-            raise QuorumError(broken("sites", rule, present) + (f": {told}" if told else ""))
+            raise QuorumError(broken("sites", rule, present) + (f": {reasons}" if reasons else ""))
         assert agreement.class_names is not None
         facts = new_facts(self.config, sites_manifest(names, agreement.class_names), frozen)
         if self.config.privacy is not None:
@@ -122,7 +122,7 @@ class SitesExperiment(Experiment):
 
 
 def _introduced(name: str, came: bytes, frozen: str) -> Meeting | str:
-    """What a site said of itself, or why it cannot take part."""
+    """The introduction of a site, or why it cannot take part."""
     if len(came) > MOST_NAMES_BYTES:
         return broken("introduction", f"have at most {MOST_NAMES_BYTES} bytes", len(came))
     try:
@@ -141,7 +141,7 @@ def _introduced(name: str, came: bytes, frozen: str) -> Meeting | str:
 
 
 def _travelling(config: Config) -> dict[str, Any]:
-    """What sites are told of a config."""
+    """The part of a config that is sent to sites."""
     return config.model_dump(mode="json", exclude=HERE)
 
 
@@ -149,8 +149,8 @@ def _check(config: Config) -> None:
     """Raise where a setting needs images, or states of clients, on the server."""
     for field, value, instead in _unfit(config):
         if value:
-            told = broken(field, f"be {instead} where clients are sites with images of their own", value)
-            raise ConfigError(told + MISSING.get(field, ""))
+            message = broken(field, f"be {instead} where clients are sites with images of their own", value)
+            raise ConfigError(message + MISSING.get(field, ""))
 
 
 MISSING = {"federation.secure_sum": "; docs/secure_sum.md, Over sites, says what is missing"}

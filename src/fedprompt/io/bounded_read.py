@@ -1,7 +1,6 @@
 """Reading what others wrote: bounded in size and depth before anything is built from it. Free of torch and numpy.
 
-Everything here complains with a `ValueError` that tells the rule; who knows what the bytes were for makes it the typed
-error of that place.
+Everything here raises a `ValueError` that names the broken rule; the caller turns it into a typed error.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any, NoReturn
 SMALL = 2**20  # bytes of a JSON file that people write: names, settings of a model
 DEPTH = 32  # brackets inside brackets; nothing of ours has more than eight
 
-# a string, closed or cut off, is one match, so that brackets inside it do not count and no byte is looked at twice
+# a string, closed or cut off, is one match, so that brackets inside it do not count and no byte is read twice
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of a file of at most `limit` bytes. It is not trusted to keep the size it is said to have."""
+    """The content of a file of at most `limit` bytes. Its reported size is not trusted: it may grow."""
     with path.open("rb") as stream:
         too_large = os.fstat(stream.fileno()).st_size > limit
         content = b"" if too_large else stream.read(limit + 1)

@@ -1,7 +1,7 @@
-"""A secret of a cache folder: what is kept there counts only where its code was made with it.
+"""The secret key of a cache folder: a cached file counts only if its authentication code was made with this key.
 
-Whoever can write to the folder can put files there, and so can whoever made an archive that was unpacked over it. Neither has the
-secret: it is readable by its owner alone, and tied to the file it was written to, so that a copy of it is another one.
+A user with write access to the folder can add files, and so can the author of an archive that is unpacked there. Neither has the
+secret: only its owner can read it, and it is bound to its file, so that a copy of the file is not valid.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def folder_key(folder: Path, create: bool) -> bytes:
 
 
 def code(key: bytes, content: bytes | memoryview, number: int = 0) -> bytes:
-    """The code of some content, which cannot be made without the key; of what stands at a place, for this place only."""
+    """The authentication code of some content, which needs the key; with a place, valid only for this place."""
     salt = number.to_bytes(16, "little")
     return hashlib.blake2b(content, digest_size=CODE, key=key, salt=salt).digest()
 
@@ -62,7 +62,7 @@ def key_of(key: bytes, name: str) -> bytes:
 
 
 def require_own(status: os.stat_result, path: Path) -> None:
-    """Raise where somebody else has a folder or file and lets others write to it."""
+    """Raise if a folder or file belongs to another user or is writable by others."""
     if hasattr(os, "geteuid") and status.st_uid != os.geteuid() and stat.S_IMODE(status.st_mode) & 0o022:
         raise PermissionError(errno.EPERM, "belongs to another user, and others may write to it", str(path))
 
@@ -81,7 +81,9 @@ def _make(path: Path) -> None:
             os.link(temporary, path)
         except FileExistsError:
             pass
-        except OSError:  # a file system without links: whoever comes last wins, and rows of the others are made again
+        except (
+            OSError
+        ):  # a file system without links: the last process wins, and the rows of the others are computed again
             os.replace(temporary, path)
     finally:
         with suppress(OSError):

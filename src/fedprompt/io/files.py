@@ -31,7 +31,7 @@ def file_sha256(path: Path) -> str:
 
 
 def open_plain(path: Path, flags: int, mode: int = 0o644) -> int:
-    """A handle of a file itself: a link is not followed, whoever put it there, and a device or a pipe is no file."""
+    """Open a regular file: links are not followed, and devices and pipes are refused."""
     unfollowed = getattr(os, "O_NOFOLLOW", None)
     if unfollowed is None and path.is_symlink():  # a system without the flag: the next best thing
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))

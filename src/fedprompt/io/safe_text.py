@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-UNSEEN = "\ufffd"  # stands for what cannot be shown
+UNSEEN = "\ufffd"  # replaces characters that cannot be shown
 FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # what spreadsheets take for the beginning of one
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -27,6 +27,6 @@ def safe_text(text: str) -> str:
 
 
 def safe_cell(text: str) -> str:
-    """A cell of a CSV file that is text whatever it says: what looks like a formula gets an apostrophe, a number does not."""
+    """A safe cell of a CSV file: a text that looks like a formula gets an apostrophe, a number does not."""
     line = safe_line(text)
     return f"'{line}" if line.lstrip().startswith(FORMULA) and not _NUMBER.fullmatch(line) else line

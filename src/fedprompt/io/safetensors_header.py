@@ -1,6 +1,6 @@
 """The header of safetensors bytes, checked before a single tensor is made of them. Free of torch.
 
-Eight bytes tell the length of the header (little endian), then comes the header as JSON, then the body:
+Eight bytes are the length of the header (little endian), then follow the header as JSON and the body:
 `{"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {"key": "text"}}`.
 
 A tensor takes as many bytes as its shape and dtype say, one tensor begins where the one before it ends, and the last one
@@ -43,7 +43,7 @@ class Header:
 
 
 def read_header(stream: BinaryIO, size: int, limit: int) -> Header:
-    """The header of `size` bytes that begin here; a ValueError tells the rule it breaks. The body is not read."""
+    """The header of `size` bytes that begin here; a ValueError names the broken rule. The body is not read."""
     first = stream.read(8)
     if len(first) < 8:
         raise ValueError(f"must have at least 8 bytes, got {len(first)}")
@@ -84,7 +84,7 @@ def _entry(name: str, values: Any) -> Entry:
 
 
 def _counts(values: Any) -> bool:
-    """Whether these are whole numbers of at least nought, and none so large that arithmetic with it would take time."""
+    """Whether these are whole numbers of at least 0, and none is so large that arithmetic would be slow."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 

@@ -123,7 +123,7 @@ def assemble(request: Request, published: Published, outcomes: Sequence[Outcome]
     papers = request.papers_grid()
     papers_places = places(papers, published)
     kept = {run.seed for cell in cells for run in cell.runs or []}
-    told = [outcome for outcome in outcomes if outcome.run.status == "finished"]
+    finished = [outcome for outcome in outcomes if outcome.run.status == "finished"]
     old = (
         before
         if before and any(len(c.runs or []) > len(g) for c, g in zip(cells, by_family.values(), strict=True))
@@ -146,10 +146,10 @@ def assemble(request: Request, published: Published, outcomes: Sequence[Outcome]
         ],
         commands=[_command(request, sorted(kept))],
         date=datetime.date.today().isoformat(),
-        versions=_once([each.versions for each in told if each.versions] + list((old and old.versions) or [])),
-        hardware={**provenance.hardware(), "threads": _threads(told)},
-        data=_once([each.data for each in told if each.data] + list((old and old.data) or [])),
-        backbones=_once([each.backbone for each in told if each.backbone] + list((old and old.backbones) or [])),
+        versions=_once([each.versions for each in finished if each.versions] + list((old and old.versions) or [])),
+        hardware={**provenance.hardware(), "threads": _threads(finished)},
+        data=_once([each.data for each in finished if each.data] + list((old and old.data) or [])),
+        backbones=_once([each.backbone for each in finished if each.backbone] + list((old and old.backbones) or [])),
         settings={n: provenance.without_path(v) for n, v in grid[0].items() if n not in own},
         rows=_rows(where, grid, published),
         columns=_columns(where, published),
@@ -201,8 +201,8 @@ def _heads(where: Sequence[Place], grid: Sequence[Settings]) -> list[str]:
     for place, settings in zip(where, grid, strict=True):
         if settings.get(HEAD) is not None:
             rows.setdefault(str(settings[HEAD]), {})[place.row] = None
-    told = "; ".join(f"{head} ({', '.join(titles)})" for head, titles in rows.items())
-    return [f"Heads, and only rows with the same kind can be ranked: {told}."] if len(rows) > 1 else []
+    heads = "; ".join(f"{head} ({', '.join(titles)})" for head, titles in rows.items())
+    return [f"Heads, and only rows with the same kind can be ranked: {heads}."] if len(rows) > 1 else []
 
 
 def _columns(where: Sequence[Place], published: Published) -> list[Column]:
@@ -237,8 +237,8 @@ def _about(experiment: Experiment, grid: Sequence[Settings], seeds: Sequence[int
 
 
 def _command(request: Request, seeds: Sequence[int]) -> str:
-    told = seeds if request.seeds or len(seeds) > 1 else ()
-    return provenance.command(request.experiment.called, request.scale, told, request.overrides)
+    shown = seeds if request.seeds or len(seeds) > 1 else ()
+    return provenance.command(request.experiment.called, request.scale, shown, request.overrides)
 
 
 def _threads(outcomes: Iterable[Outcome]) -> str | None:

@@ -115,7 +115,7 @@ class Result(Part):
     order: int = 0
     """Place on the page."""
     digits: int = 1
-    """Behind the point of our percentages."""
+    """Decimal places of our percentages."""
     scale: str | None = None
     paper: str | None = None
     """The paper whose numbers are compared."""

@@ -1,4 +1,4 @@
-"""Tables of result files: ours beside the paper's, for the terminal, for docs/results.md and for pages of methods.
+"""Tables of result files: ours next to the paper's, for the terminal, for docs/results.md and for pages of methods.
 
     results = load_all("benchmarks/accuracy")
     page(results)                           # docs/results.md
@@ -265,11 +265,11 @@ def provenance(result: Result) -> str:
         "backbone": ", ".join(f"{each.name} ({each.digest[:12]}…)" for each in result.backbones or []) or None,
         "single seeds": "in the file" if any(cell.runs for cell in result.cells) else None,
     }
-    told = [f"{name}: {markdown_escape(value)}" for name, value in known.items() if value]
+    facts = [f"{name}: {markdown_escape(value)}" for name, value in known.items() if value]
     missing = [name for name, value in known.items() if not value]
     unknown = [f"not recorded: {', '.join(missing)}"] if missing else []
     file = f"[{file_of(result)}](../{FOLDER}/{file_of(result)})"
-    return f"{file} · " + " · ".join([*told, *unknown])
+    return f"{file} · " + " · ".join([*facts, *unknown])
 
 
 def hardware_text(hardware: dict[str, object]) -> str:

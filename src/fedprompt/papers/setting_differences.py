@@ -57,9 +57,9 @@ def method_differences(ours: Iterable[tuple[Place, Settings]], theirs: Iterable[
         names = {name for settings in (*mine[row], *others.get(row, [])) for name in settings}
         for name in sorted(name for name in names if name.startswith("method.") and row in others):
             if _all(mine[row], name) != _all(others[row], name):
-                told = f"{name[7:]} {_values(others[row], name)}, here {_values(mine[row], name)}"
-                found.setdefault(told, []).append(row)
-    parts = [f"{told} ({', '.join(rows)})" for told, rows in found.items()]
+                difference = f"{name[7:]} {_values(others[row], name)}, here {_values(mine[row], name)}"
+                found.setdefault(difference, []).append(row)
+    parts = [f"{difference} ({', '.join(rows)})" for difference, rows in found.items()]
     return [f"Settings of methods: {'; '.join(parts)}."] if parts else []
 
 

@@ -94,8 +94,8 @@ def _told_apart(titles: Sequence[str], grid: Sequence[Settings], names: Sequence
     """The titles, with the settings that differ where several kinds of runs share one."""
     result = []
     for title, settings in zip(titles, grid, strict=True):
-        alike = [other for each, other in zip(titles, grid, strict=True) if each == title]
-        differing = [name for name in varied(alike) if name in names]
-        told = [f"{_last(name)} {written(settings[name])}" for name in differing if name in settings]
-        result.append(", ".join([title, *told]))
+        same_title = [other for each, other in zip(titles, grid, strict=True) if each == title]
+        differing = [name for name in varied(same_title) if name in names]
+        values = [f"{_last(name)} {written(settings[name])}" for name in differing if name in settings]
+        result.append(", ".join([title, *values]))
     return result

@@ -135,7 +135,7 @@ def columns(rows: Sequence[Row]) -> tuple[Column, ...]:
 
 
 def comparison(runs: Sequence[Run]) -> list[Row]:
-    """One row per family in the order given; runs that stopped early get a row of their own."""
+    """One row per family in the order given; runs that stopped early get a separate row."""
     return [row_of(family) for family in families(runs)]
 
 
@@ -201,7 +201,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Not comparable, these settings differ", task),
         ("Different training budget or measurement", budget),
         ("Only clients held out of training are evaluated", newcomers),
-        ("Clients that stand for all in evaluations, drawn once", [f"{who}: {count}" for who, count in some if count]),
+        ("Clients that are evaluated for all, drawn once", [f"{who}: {count}" for who, count in some if count]),
         ("Some clients are malicious, and only the others are evaluated", attacked),
         ("Updates refused by the guard", refused),
         ("Differential privacy, epsilon spent", private),

@@ -21,7 +21,7 @@ from fedprompt.report.plot_style import INK, colour, hatch, marker, new_figure, 
 from fedprompt.report.plots import Groups, add_place, dress
 from fedprompt.runs.run import Run
 
-MOST_CLIENTS = 30  # of refused clients that have a line of their own
+MOST_CLIENTS = 30  # refused clients that have a separate line
 UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 

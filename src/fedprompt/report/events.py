@@ -34,10 +34,10 @@ class Refusal:
 def refusals(run: Run) -> list[Refusal]:
     """In the order in which they happened."""
     found = [(round, client) for round, client, kind, _ in run.reader.events() if kind == REFUSED]
-    told = run.reader.details(REFUSED)  # the same events, read strictly
+    details = run.reader.details(REFUSED)  # the same events, read strictly
     return [
         Refusal(round, client, str(detail.get("rule")), _plain(detail.get("value")))
-        for (round, client), detail in zip(found, told, strict=True)
+        for (round, client), detail in zip(found, details, strict=True)
     ]
 
 
@@ -71,15 +71,15 @@ class Spent:
 def privacy_spent(run: Run) -> Spent | None:
     """None without privacy, or before anything was spent."""
     rounds = [round for round, _, kind, _ in run.reader.events() if kind == PRIVACY]
-    told = run.reader.details(PRIVACY)
-    if not told:
+    details = run.reader.details(PRIVACY)
+    if not details:
         return None
     epsilons = {
         round: math.inf if (value := _number(detail.get("epsilon"))) is None else value
-        for round, detail in zip(rounds, told, strict=True)
+        for round, detail in zip(rounds, details, strict=True)
     }
-    clips = [clip for detail in told if (clip := _number(detail.get("clip"))) is not None]
-    last = told[-1]
+    clips = [clip for detail in details if (clip := _number(detail.get("clip"))) is not None]
+    last = details[-1]
     return Spent(epsilons, _number(last.get("noise")), _number(last.get("delta")), clips[-1] if clips else None)
 
 

@@ -24,9 +24,9 @@ from fedprompt.report.plots import add_place, thin
 from fedprompt.runs.run import Run
 
 MOST_ROWS = 60  # of clients that are drawn one by one
-NAMED_ROWS, NAMED_COLUMNS = 30, 15  # largest number of names beside them
+NAMED_ROWS, NAMED_COLUMNS = 30, 15  # largest number of names next to them
 MOST_NUMBERS = 160  # largest number of cells with printed counts
-LONGEST = 22  # letters of a name beside an axis
+LONGEST = 22  # characters of a name next to an axis
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Partition:
     """Training images of every client, also of those not shown."""
 
     @property
-    def told(self) -> str:
+    def caption(self) -> str:
         """In words, for screen readers."""
         least, middle, most = (int(number) for number in np.percentile(self.sizes, [0, 50, 100]))
         shown = f", {len(self.clients)} of them drawn" if len(self.clients) < len(self.sizes) else ""
@@ -141,7 +141,7 @@ def partition_of(run: Run) -> Partition | None:
     try:
         sizes = class_counts.sizes(text)
         if len(sizes) != len(run.clients):
-            raise ValueError(f"must tell of {len(run.clients)} clients, got {len(sizes)}")
+            raise ValueError(f"must have {len(run.clients)} clients, got {len(sizes)}")
         chosen = np.unique(np.linspace(0, len(sizes) - 1, min(MOST_ROWS, len(sizes))).astype(int))
         matrix = class_counts.class_matrix(text, len(classes), chosen)
     except (TypeError, ValueError) as error:

@@ -13,7 +13,7 @@ from fedprompt.io.safe_text import safe_text
 from fedprompt.report.comparison_table import Cell
 from fedprompt.report.stylesheet import STYLE
 
-# the browser itself refuses whatever is not in the file
+# the browser refuses everything that is not in the file
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -44,7 +44,7 @@ def slug(text: str) -> str:
 
 
 def section(title: str, *parts: str, level: int = 2, half: bool = False) -> str:
-    """A heading and the markup below it; the contents list those of level 2. Half ones stand side by side if they fit."""
+    """A heading and the markup below it; the contents list those of level 2. Two half-width ones are side by side if they fit."""
     anchor = f' id="{slug(title)}"' if level == 2 else ""
     opening = '<section class="half">' if half else "<section>"
     return "\n".join([f"{opening}\n<h{level}{anchor}>{escape(title)}</h{level}>", *filter(None, parts), "</section>"])

@@ -123,20 +123,20 @@ def lead(runs: Sequence[Run], rows: Sequence[Row]) -> str:
 
 def best(rows: Sequence[Row]) -> str:
     """`Best Average: fedvpt, 61.20 ± 0.40.` Empty if the rows are not one comparison."""
-    told = []
+    sentences = []
     for key in PAIR:
         chosen = [rows[number] for number in sorted(comparison_table.winners(rows, key))]
         value = chosen[0].values[key] if len(chosen) == 1 and fair(rows) else None
         if value is not None:
-            told.append(f"Best {TITLES[key]}: {chosen[0].title}, {comparison_table.percent(value)}.")
-    return " ".join(told)
+            sentences.append(f"Best {TITLES[key]}: {chosen[0].title}, {comparison_table.percent(value)}.")
+    return " ".join(sentences)
 
 
 def fair(rows: Sequence[Row]) -> bool:
     """Whether the rows are one comparison: the same task and budget, no attacks and no privacy."""
     named = [(row.label, row.settings) for row in rows]
-    alike = not disagreements(named, (*TASK, *BUDGET))
-    return alike and not any(row.attacked or row.epsilon is not None for row in rows)
+    comparable = not disagreements(named, (*TASK, *BUDGET))
+    return comparable and not any(row.attacked or row.epsilon is not None for row in rows)
 
 
 def results_section(rows: Sequence[Row], arranged: Arrangement) -> str:

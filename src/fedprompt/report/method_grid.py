@@ -19,7 +19,7 @@ from fedprompt.runs.families import TASK, Family, Settings, families, flatten, f
 from fedprompt.runs.run import Run
 
 WIDE = ("data", "partition", "backbone", "federation", "attack", "privacy")  # what papers vary across the top
-PAIR = ("average", "worst")  # figures that stand side by side in every column
+PAIR = ("average", "worst")  # figures that are side by side in every column
 TITLES = {"average": "Average", "worst": "Worst Local"}
 FOUND = ("data.fingerprint", "backbone.digest")  # they name columns only if no setting differs
 UNFINISHED = "†"

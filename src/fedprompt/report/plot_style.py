@@ -21,7 +21,15 @@ INK, GRID = "#24292f", "#d5dae0"  # in SVG these two become CSS variables, so th
 # Okabe and Ito's colours, distinct for every colour vision; yellow is left out, too pale on white
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo")  # of areas, so that no colour stands alone
+HATCHES = (
+    "",
+    "///",
+    "...",
+    "xxx",
+    "\\\\\\",
+    "+++",
+    "ooo",
+)  # of areas, so that they can be distinguished without colour
 
 SETTINGS: Any = {
     "font.size": 11,
@@ -83,7 +91,7 @@ def png(figure: Figure, dpi: int = 150) -> bytes:
 
 
 def svg_file(figure: Figure) -> bytes:
-    """For papers: colours as they are, and letters as outlines, so that it looks the same everywhere."""
+    """For papers: colours unchanged, and letters as outlines, so that it looks the same everywhere."""
     buffer = io.BytesIO()
     with plot_style(), matplotlib.rc_context({"svg.fonttype": "path"}):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator")))

@@ -67,8 +67,8 @@ def versions(runs: Sequence[Run]) -> str:
     """One line for every set of versions, and the runs that were made with it."""
     found: dict[str, list[str]] = {}
     for run in runs:
-        told = run.reader.fact("versions") or {}
-        found.setdefault(", ".join(f"{name} {version}" for name, version in told.items()) or NOTHING, []).append(
+        versions = run.reader.fact("versions") or {}
+        found.setdefault(", ".join(f"{name} {version}" for name, version in versions.items()) or NOTHING, []).append(
             run.name
         )
     if len(found) == 1:
@@ -112,7 +112,7 @@ def run_details(run: Run) -> str:
     config = run.config
     # the path of a run changes no result, and is not published
     settings = config.model_dump(mode="json", exclude={"output"})
-    told = run.reader.fact("versions") or {}
+    versions = run.reader.fact("versions") or {}
     progress = f"{rounds_done(run)}/{config.federation.rounds} rounds"
     facts = [
         ("Method", config.label),
@@ -121,7 +121,7 @@ def run_details(run: Run) -> str:
         ("Clients", clients_of(run)),
         ("Config digest", config.digest()),
         ("Backbone digest", str(run.reader.fact("backbone"))),
-        ("Versions", ", ".join(f"{name} {version}" for name, version in told.items())),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
     happened = events_table(run)
     parts = [
@@ -142,7 +142,7 @@ def clients_of(run: Run) -> str:
     if settings.held_out and tested:
         who = f"{tested} of those held out of training" if drawn else f"the {tested} held out of training"
         return f"{everyone}; only {who} are evaluated"
-    return f"{everyone}; {tested} of them, drawn once, stand for all in evaluations" if drawn else str(everyone)
+    return f"{everyone}; {tested} of them, drawn once, are evaluated for all" if drawn else str(everyone)
 
 
 def rounds_table(run: Run) -> str:

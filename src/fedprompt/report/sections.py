@@ -33,7 +33,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers beside a picture, or in place of one."""
+    """Numbers next to a picture, or instead of one."""
 
     name: str
     head: list[str]
@@ -100,7 +100,7 @@ def domains(arranged: Arrangement) -> Part:
     if not chosen:
         return Part("Domains", ["No run was tested on more than one domain."])
     caption = (
-        "Accuracy on the images of each domain, over the last evaluated rounds. Bars stand in the order of the legend."
+        "Accuracy on the images of each domain, over the last evaluated rounds. Bars have the order of the legend."
     )
     shown = _pictures("domains", chosen, _drawn(plots.draw_domains), caption)
     return _part("Domains", shown, tables=[_domain_table(column) for column in chosen])
@@ -180,15 +180,15 @@ def partitions(arranged: Arrangement) -> Part:
             seen.add(key)
             (others if opened else first).append(_partition_picture(run, partition, column))
             opened = True
-    told = "Classes by client are not in these run files, which are of sites or of an earlier version: "
-    return _part("Partition", first, others, [f"{told}{listed(silent)}."] if silent else [])
+    note = "Classes by client are not in these run files, which are of sites or of an earlier version: "
+    return _part("Partition", first, others, [f"{note}{listed(silent)}."] if silent else [])
 
 
 def _partition_picture(run: Run, partition: heatmaps.Partition, column: Column) -> Picture:
     scheme = f"{PurePath(run.config.data.source).name}, {run.config.partition.scheme}"
     title = f"{column.label or scheme}, seed {run.config.seed}"
     figure = heatmaps.partition_picture(partition, title)
-    return Picture(f"partition-{slug(run.name)}", f"{title}: {partition.told}", figure)
+    return Picture(f"partition-{slug(run.name)}", f"{title}: {partition.caption}", figure)
 
 
 def refused_updates(runs: Sequence[Run]) -> Part:

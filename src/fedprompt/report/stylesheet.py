@@ -1,4 +1,4 @@
-"""How the report looks: light and dark, on a phone and on paper. One text, because the page may load nothing."""
+"""The stylesheet of the report: light and dark, on a phone and on paper. One text, because the page loads no files."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ def test_a_site_with_a_key_of_its_own_takes_part_in_a_private_run(tmp_path: Path
     """Noise is of the sites' own making: the same config and seed twice are two different releases."""
     privacy = {"noise_at": "client", "noise": 0.8, "clip": 1.0, "delta": 0.05}
     settings = {
-        **tiny("private", "fedvpt", partition={"scheme": "iid", "clients": 3}, federation={"rounds": ROUNDS}),
+        **tiny("private", partition={"scheme": "iid", "clients": 3}, federation={"rounds": ROUNDS}),
+        "method": {"name": "fedvpt", "head": "shared"},
         "privacy": privacy,
     }
     federation = found_federation(tmp_path, FOUNDERS)

@@ -106,8 +106,8 @@ def test_a_run_evaluates_the_same_drawn_clients_in_every_round_and_says_so(setti
     expected = list(sample_tested(0, range(4), 2))
     assert examined(done) == [expected] * 3
     assert len(done.client_accuracies()) == 2
-    assert clients_of(done) == "4; 2 of them, drawn once, stand for all in evaluations"
-    assert "Clients that stand for all in evaluations, drawn once: fedvpt: 2" in comparison_table.notes(
+    assert clients_of(done) == "4; 2 of them, drawn once, are evaluated for all"
+    assert "Clients that are evaluated for all, drawn once: fedvpt: 2" in comparison_table.notes(
         comparison_table.comparison([done])
     )
 

@@ -45,7 +45,7 @@ def test_packed_classes_come_back_as_counts(write):
     partition = heatmaps.partition_of(holding(write("a", [[9, 5]]), [0, 2, 2], [1]))
     assert partition is not None
     assert partition.matrix.tolist() == [[1, 0, 2], [0, 1, 0]]
-    assert "2 clients, 3 classes, 1 to 3 images each" in partition.told
+    assert "2 clients, 3 classes, 1 to 3 images each" in partition.caption
 
 
 def test_a_hundred_thousand_clients_cost_few_bytes(write):
@@ -61,7 +61,7 @@ def test_of_very_many_clients_some_are_drawn_as_they_are(write):
     assert partition is not None
     assert partition.matrix.shape == (heatmaps.MOST_ROWS, 3)
     assert set(partition.matrix.sum(axis=1)) == {1}  # clients, not means over some
-    assert "500 clients, 60 of them drawn" in partition.told
+    assert "500 clients, 60 of them drawn" in partition.caption
 
 
 def test_a_cell_without_images_is_blank(write):

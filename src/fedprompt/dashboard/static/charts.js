@@ -65,10 +65,10 @@ export function curves(options) {
     const x = cursor === null ? known[known.length - 1] : cursor;
     const values = series.map((each) => [each.label, nearest(each.points, x, options.log)]).filter(([, point]) => point);
     const where = (point) => (options.log ? ` (${options.readX(point[0])})` : point[0] === x ? "" : ` (in ${options.readX(point[0])})`);
-    const told = values.map(([label, point]) => `${label} ${options.readY(point[1])}${where(point)}`);
+    const parts = values.map(([label, point]) => `${label} ${options.readY(point[1])}${where(point)}`);
     const shownX = options.log ? "" : `${options.x} ${options.readX(x)}: `;
-    const more = told.length > 8 ? `, and ${told.length - 8} more` : "";
-    say(readout, shownX + told.slice(0, 8).join(", ") + more);
+    const more = parts.length > 8 ? `, and ${parts.length - 8} more` : "";
+    say(readout, shownX + parts.slice(0, 8).join(", ") + more);
     mark(holder, "aria-label", `${options.title}. ${readout.textContent}`);
   }
 

@@ -63,9 +63,9 @@ export function comparison(rest) {
         const { entries, missing, left_out: leftOut, now, ...figures } = answer;
         drawChips(entries);
         say(count, `${plural(entries.length, "run")} in ${plural(figures.curves.length, "row")}: runs that differ only in their seed share one, as long as they got equally far.`);
-        const told = [missing ? `${plural(missing, "run")} gone: moved or deleted.` : "", ...leftOut.map(({ name, reason }) => `${name} is left out. ${reason}`)].filter(Boolean);
-        notice.hidden = !told.length;
-        say(notice, told.join(" "));
+        const parts = [missing ? `${plural(missing, "run")} gone: moved or deleted.` : "", ...leftOut.map(({ name, reason }) => `${name} is left out. ${reason}`)].filter(Boolean);
+        notice.hidden = !parts.length;
+        say(notice, parts.join(" "));
         content.hidden = !figures.curves.length;
         if (figures.curves.length) draw(figures);
       } catch (error) {
