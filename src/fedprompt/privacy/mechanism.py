@@ -235,7 +235,7 @@ def _noised_sums(
     if not math.isfinite(largest):
         return {name: torch.full(shape, math.nan, dtype=torch.float64) for name, shape in shapes.items()}
     if largest * len(lengths) > part.bound * MOST_BOUNDS:
-        raise ContractError(broken("update", f"be bounded to {part.bound:g} before it is noised", largest))
+        raise ContractError(f"update must be bounded to {part.bound:g} before it is noised")  # its size is a secret
     drawn, begin, found = discrete_gaussian(size, sigma, source), 0, {}
     for name, shape in shapes.items():
         end = begin + math.prod(shape)

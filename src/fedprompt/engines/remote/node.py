@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fedprompt import __version__
 from fedprompt import config as configuration
 from fedprompt.backbones.vit import ViT
@@ -35,7 +37,15 @@ from fedprompt.engines.remote.release_ledger import Entry, Ledger, question
 from fedprompt.engines.remote.run_records import RunRecord, digest, pinned_settings
 from fedprompt.engines.remote.site_policy import Refused, SitePolicy, refused_method, refused_settings
 from fedprompt.engines.remote.site_split import SiteSplit
-from fedprompt.errors import ConfigError, ContractError, DivergenceError, FedpromptError, RunError
+from fedprompt.errors import (
+    ConfigError,
+    ContractError,
+    DivergenceError,
+    FedpromptError,
+    RunError,
+    StorageError,
+    broken,
+)
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.io.bounded_read import strict_json
 from fedprompt.io.files import write_atomically
@@ -104,6 +114,7 @@ class Node(ABC):
             return Answer(meeting=self.meet(order.setting))
         runtime, states = self._prepared(order)
         _check_rounds(order, runtime.config.federation.rounds)
+        _check_received(order.received, runtime)
         states.begin(order)
         received = {name: tensor.to(runtime.world.device) for name, tensor in order.received.items()}
         result = withheld = None
@@ -217,7 +228,8 @@ class Site(Node):
         try:
             result = runtime.evaluate(round, order.client, received)
         except Exception as error:
-            if not _is_private(runtime) or _is_about_files(error):
+            secret = _is_private(runtime) or self.policy.evaluate == "noised"
+            if not secret or _is_about_files(error):
                 raise
             log(f"evaluation of round {round} failed: {type(error).__name__}: {error}")
             result = site_figures.nothing_right(len(images))
@@ -430,8 +442,8 @@ def _is_private(runtime: ClientRuntime) -> bool:
 
 
 def _is_about_files(error: Exception) -> bool:
-    """Whether an error is independent of image content: settings, states, disks, and a method's own bugs."""
-    return isinstance(error, FedpromptError | OSError | MemoryError) and not isinstance(error, DivergenceError)
+    """Whether an error is about disks and memory. After an image was used, any other error may depend on images."""
+    return isinstance(error, OSError | MemoryError | StorageError)
 
 
 def _check_rounds(order: Order, last: int) -> None:
@@ -439,6 +451,23 @@ def _check_rounds(order: Order, last: int) -> None:
     for requested in (order.evaluate, order.train):
         if requested is not None and not 1 <= requested <= last:
             raise Refusal("round", f"round must be one of the run's 1 to {last}, got {requested}")
+
+
+def _check_received(received: Mapping[str, Tensor], runtime: ClientRuntime) -> None:
+    """Shared tensors are as declared before an image is used; else what becomes of them would depend on images."""
+    for name, declared in runtime.world.roles.shared.items():
+        tensor = received.get(name)
+        if tensor is not None and (tensor.shape, tensor.dtype) != (declared.shape, declared.dtype):
+            rule = f"be {declared.dtype} of shape {tuple(declared.shape)}"
+            raise Refusal("order", broken(f"tensor {name!r}", rule, f"{tensor.dtype} of shape {tuple(tensor.shape)}"))
+    bound = received.get(mechanism.CLIP)
+    if bound is None:
+        return
+    settings = None if runtime.terms is None else runtime.terms.settings
+    if settings is None or settings.quantile is None or settings.noise_at != "server":
+        raise Refusal("privacy", f"order must have {mechanism.CLIP} only with privacy.quantile and noise at the server")
+    if bound.numel() != 1 or not float(bound) > 0:
+        raise Refusal("privacy", f"{mechanism.CLIP} must be one number above 0")
 
 
 def _check_backbone(backbone: ViT, setting: Setting) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedprompt.core.method import Method, Stage, World
 
 FILE = "policy.yaml"
-MOST_OF_METHOD = 100_000  # any whole number among the settings of a method: tokens, experts, widths, epochs, steps
+MOST_OF_METHOD = 4096  # any whole number among the settings of a method: tokens, experts, widths, epochs, steps
 
 
 class SitePolicy(Section):
