@@ -44,6 +44,26 @@ def test_a_cohort_as_one_batch_equals_one_client_at_a_time(case: str, settings: 
         assert_equal_runs(alone, run(settings(name=f"by-{cohort}", engine={"cohort": cohort}, **shared), method))
 
 
+def test_a_cohort_under_adam_with_warm_up_equals_one_client_at_a_time(settings: Any) -> None:
+    shared = {
+        "data": {"train_per_cell": 2, "test_per_cell": 1},
+        "partition": {"scheme": "dirichlet", "alpha": 1.0, "clients": 5, "min_train": 3},
+        "train": {
+            "lr": 0.01,
+            "batch_size": 4,
+            "epochs": 2,
+            "optimizer": "adamw",
+            "weight_decay": 1e-2,
+            "schedule": "local_cosine",
+            "warmup_epochs": 1,
+            "clip_norm": 5.0,
+        },
+        "federation": {"rounds": 2, "evaluation_batch": 3},
+    }
+    alone, together = (run(settings(name=f"by-{cohort}", engine={"cohort": cohort}, **shared)) for cohort in (1, 3))
+    assert_equal_runs(alone, together)
+
+
 def assert_equal_runs(first: Run, second: Run) -> None:
     assert_near(shared_tensors(first), shared_tensors(second))
     assert_near(server_tensors(first), server_tensors(second))

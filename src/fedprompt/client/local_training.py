@@ -18,7 +18,8 @@ from torch import Tensor
 from fedprompt.client.batch_schedule import Plan, Timetable, shuffled, timetable
 from fedprompt.client.batch_sizing import Demand, Demands, Noise, alike
 from fedprompt.client.batched_clients import Folded, Together, losses_together, over_clients
-from fedprompt.client.step import learning_rate, local_factor, sgd_step, step_loss
+from fedprompt.client.optimizers import OptimizerState, RateSchedule, optimizer_step, rate_schedule
+from fedprompt.client.step import step_loss
 from fedprompt.config import Config
 from fedprompt.core.method import Method, Progress, Stage, World
 from fedprompt.errors import ContractError, DivergenceError
@@ -58,14 +59,7 @@ class LinedUp:
     demand: Demand
     draws: list[Stream]
     """Of the random draws of the steps."""
-    rates: dict[str, float]
-    curves: list[list[float]]
-    """By client and step, a factor on the rates."""
-
-    def factors(self, step: int) -> Tensor | None:
-        """Of the clients that are not done yet; None where all are 1."""
-        found = [each[step] for each in self.curves if step < len(each)]
-        return None if all(factor == 1.0 for factor in found) else torch.tensor(found)
+    rates: RateSchedule
 
 
 class LocalTraining:
@@ -116,7 +110,8 @@ class LocalTraining:
                 together, losses = self._stage(stage, together, line, gradients)
                 for place, client in enumerate(line.clients):
                     params[client] = together.of_client(place)
-                    tallies[client].add(losses[place], line.table.sizes[place], line.rates, line.curves[place])
+                    sizes = line.table.sizes[place]
+                    tallies[client].add(losses[place], sizes, line.rates.sums(place, len(sizes)))
         return {
             client: tally.outcome(params[client], self.world.client_names[client], round)
             for client, tally in tallies.items()
@@ -142,7 +137,6 @@ class LocalTraining:
             plans[client] = shuffled(len(shares[client]), train.batch_size, stage.epochs, stage.steps, order)
         clients = sorted(plans, key=lambda client: -len(plans[client][1]))
         rounds = self.config.federation.rounds
-        rates = {name: learning_rate(train, name, 1 if fitting else max(round, 1), rounds) for name in stage.trainable}
         most = max(max(sizes) for _, sizes in plans.values())
         demand = self.demands.of(stage.step, params[clients[0]], shares[clients[0]], training=True)
         size = self.demands.clients(demand, most)
@@ -153,20 +147,17 @@ class LocalTraining:
             if ahead:  # decoded while this group trains
                 self.bank.prefetch(torch.cat(ahead), demand.features)
             draws = [stream(seed, round, client, f"{purpose}noise.{stage.name}") for client in group]
-            curves = [self._curve(len(plans[client][1])) for client in group]
+            steps = [len(plans[client][1]) for client in group]
+            rates = rate_schedule(train, stage.trainable, steps, stage.epochs, max(round, 1), rounds, fitting)
             table = timetable(images, [plans[client] for client in group])
-            yield LinedUp(group, images, table, demand, draws, rates, curves)
-
-    def _curve(self, steps: int) -> list[float]:
-        """A client's own schedule in a stage: the factors on its rates."""
-        return [local_factor(self.config.train, step, steps) for step in range(steps)]
+            yield LinedUp(group, images, table, demand, draws, rates)
 
     def _stage(
         self, stage: Stage, together: Together, line: LinedUp, gradients: Gradients | None
     ) -> tuple[Together, Tensor]:
         """All steps of a stage: the parameters after it, and the losses (N, steps)."""
         losses: list[Tensor] = []
-        velocity: Tensors = {}
+        state = OptimizerState()
         for number in range(line.table.steps):
             count = len(line.table.now(number))
             now = together.first(count)
@@ -186,8 +177,8 @@ class LocalTraining:
                 ]
                 slopes = Together.of(each, stage.trainable).stacked
             before = {name: now.stacked[name] for name in stage.trainable}
-            kept = {name: speed[:count] for name, speed in velocity.items()}
-            stepped, velocity = sgd_step(before, slopes, kept, line.rates, self.config.train, line.factors(number))
+            state = state.of_first_clients(count)
+            stepped, state = optimizer_step(before, slopes, state, line.rates.at(number), self.config.train, number)
             together = together.changed(self._corrected(stage.step, stepped, now, number))
             done = len(line.clients) - count
             losses.append(F.pad(loss.detach(), (0, done)) if done else loss.detach())
@@ -245,16 +236,16 @@ class Tally:
         self.sizes: dict[str, float] = {}
         self.diverged: float | None = None  # the first loss that is not finite
 
-    def add(self, losses: Tensor, sizes: Sequence[int], rates: dict[str, float], curve: Sequence[float]) -> None:
-        """Losses and batch sizes of the steps of a stage, its rates and the factors on them."""
+    def add(self, losses: Tensor, sizes: Sequence[int], rates: Mapping[str, float]) -> None:
+        """Losses and batch sizes of the steps of a stage, and by tensor the sum of the rates."""
         self.steps += len(sizes)
         self.images += sum(sizes)
         for loss, size in zip(losses.tolist(), sizes, strict=False):  # the client may be done before the others
             self.losses += loss * size
             if self.diverged is None and not math.isfinite(loss):
                 self.diverged = loss
-        for name, rate in rates.items():
-            self.sizes[name] = self.sizes.get(name, 0.0) + sum(curve) * rate
+        for name, total in rates.items():
+            self.sizes[name] = self.sizes.get(name, 0.0) + total
 
     def outcome(self, params: Tensors, name: str, round: int) -> Trained | DivergenceError:
         if self.diverged is not None:

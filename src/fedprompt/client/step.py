@@ -1,15 +1,12 @@
-"""One training step of one client, in the order a method describes it: prompts, the frozen backbone, logits, loss, SGD."""
+"""The loss of one training step of one client, in the order a method describes it: prompts, the frozen backbone, logits, loss."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
-from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.image_bank import Images, LoadedImages
 from fedprompt.modules.contexts import Position, TextContext
@@ -99,53 +96,3 @@ def step_loss(
     seen = forward(method, world, params, images, positions, batch, noise)
     logits = method.logits(world, params, seen, batch, noise)
     return method.loss(world, params, logits, seen, batch, noise)
-
-
-def learning_rate(train: TrainConfig, name: str, round: int, rounds: int) -> float:
-    """The rate of one tensor in one round: its group's, or the general one, on the schedule."""
-    parts = name.split(".")
-    tails = [
-        ".".join(parts[start:]) for start in range(len(parts))
-    ]  # `head.*` is also the head inside `ditto.personal.head.bias`
-    matching = (rate for pattern, rate in train.lrs.items() if any(fnmatchcase(tail, pattern) for tail in tails))
-    base = next(matching, train.lr)
-    if train.schedule == "cosine":
-        return base * 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds))
-    return base
-
-
-def local_factor(train: TrainConfig, step: int, steps: int) -> float:
-    """What becomes of a client's rates in one of its own steps."""
-    return 0.5 * (1 + math.cos(math.pi * step / steps)) if train.schedule == "local_cosine" else 1.0
-
-
-def sgd_step(
-    params: Tensors,
-    grads: Tensors,
-    velocity: Tensors,
-    rates: Mapping[str, float],
-    train: TrainConfig,
-    factors: Tensor | None = None,
-) -> tuple[Tensors, Tensors]:
-    """SGD with weight decay and heavy-ball momentum for N clients at once, (N, ...) each: stepped tensors and velocities.
-
-    `factors` (N,) on the rates are the clients' own.
-    """
-    if train.clip_norm is not None:
-        squares = [grad.reshape(len(grad), -1).square().sum(1) for grad in grads.values()]
-        scale = (train.clip_norm / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1.0)
-        grads = {name: _by_client(scale, grad) for name, grad in grads.items()}
-    stepped, moving = {}, {}
-    for name, grad in grads.items():
-        if train.weight_decay:
-            grad = grad + train.weight_decay * params[name]
-        if train.momentum:
-            grad = torch.add(grad, velocity[name], alpha=train.momentum) if name in velocity else grad
-            moving[name] = grad
-        stepped[name] = params[name] - rates[name] * (grad if factors is None else _by_client(factors, grad))
-    return stepped, moving
-
-
-def _by_client(factors: Tensor, tensor: Tensor) -> Tensor:
-    """A factor (N,) for each client on its part of a tensor (N, ...)."""
-    return tensor * factors.to(tensor).view(-1, *[1] * (tensor.dim() - 1))

@@ -38,6 +38,10 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=150, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Auto = Literal["auto"]  # the program chooses, and the run file says what it chose
+ScheduleName = Literal["constant", "cosine", "local_cosine"]
+
 SiteName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 
 
@@ -158,24 +162,34 @@ class BackboneConfig(Extensible):
 
 
 class TrainConfig(Section):
-    """Local training of one client in one round: SGD."""
+    """Local training of one client in one round."""
 
     epochs: Annotated[int, Field(ge=1, le=MOST_EPOCHS)] = 1
     """Passes over a client's training images in one round."""
     batch_size: Positive = 32
     """Images in one training step."""
-    lr: Rate = 0.01
-    """Learning rate of every tensor that `lrs` does not name."""
+    optimizer: Literal["sgd", "adam", "adamw"] | Auto = "auto"
+    """Optimiser. `auto` is the one the method recommends, or SGD where `lr` is a number. Its state ends with the round."""
+    lr: Rate | Auto = "auto"
+    """Learning rate of every tensor that `lrs` does not name. `auto` takes the rates the method recommends."""
     lrs: dict[str, Rate] = {}
     """Learning rates by name pattern of tensors, such as `head.*: 0.001`. The first pattern that matches counts."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of SGD."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = "auto"
+    """Momentum of SGD. `auto` is what the method recommends, or 0.9 where `lr` is a number."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay of the two moments of Adam and AdamW."""
     weight_decay: Rate = 0.0
-    """Weight decay of SGD."""
-    schedule: Literal["constant", "cosine", "local_cosine"] = "constant"
+    """Weight decay: in the gradient of SGD and Adam, beside it with AdamW."""
+    schedule: ScheduleName | Auto = "auto"
     """Learning rate over time: constant, a cosine over the rounds, or one over the steps of each participation."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """Largest norm of the gradient of a step; longer ones are shortened to it. No bound when absent."""
+    schedules: dict[str, ScheduleName] = {}
+    """Schedules by name pattern of tensors, such as `head.*: cosine`. The first pattern that matches counts."""
+    warmup_epochs: NotNegative = 0
+    """Epochs of warm-up: at the start of the run, or of every participation with `local_cosine`."""
+    warmup_lr: Rate | None = None
+    """Learning rate during the warm-up. When absent, the rate grows linearly from 0."""
+    clip_norm: Annotated[float, Field(gt=0)] | Auto | None = "auto"
+    """Largest norm of the gradient of each group of tensors (head, prompt, gate, ...) in a step. Null for no bound."""
 
 
 class FederationConfig(Section):
@@ -441,11 +455,18 @@ def parse(values: Mapping[str, Any], check_names: bool = True) -> Config:
 
 def complaints(error: ValidationError, section: str) -> str:
     """The problems of a nested section (a method's own fields), one a line."""
-    return "\n".join(_complaint(problem, section) for problem in error.errors())
+    problems = error.errors()
+    lines = [_complaint(problem, section) for problem in problems if problem["loc"][-1:] != (AUTO_MEMBER,)]
+    return "\n".join(dict.fromkeys(lines))
+
+
+AUTO_MEMBER = "literal['auto']"  # what pydantic calls one side of `... | Auto`
+OTHER_MEMBERS = re.compile(r"\.(constrained-)?(float|int)$|\.literal\[.*\]$")  # and the other
 
 
 def _complaint(problem: Any, section: str = "") -> str:
     field = ".".join([section, *map(str, problem["loc"])]).strip(".")
+    field = OTHER_MEMBERS.sub("", field)
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{field} is not a known setting"
     if problem["type"] == "missing":

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.core.pool import Pool
+from fedprompt.core.recipe import Recipe
 from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, ContractError, broken
 from fedprompt.modules import heads
@@ -258,6 +259,11 @@ class Method:
 
     symbols: ClassVar[Mapping[str, str]] = {}
     """What the paper calls a setting, for those who write it so: symbol -> setting."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """Recommended optimiser and learning rates, which `train.lr: auto` takes."""
+        return Recipe()
 
     @property
     def uses_text(self) -> bool:

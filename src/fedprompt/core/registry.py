@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedprompt.config import Config, Section, plugin_options
+from fedprompt.core.recipe import resolve
 from fedprompt.errors import ConfigError
 from fedprompt.extensions import Registry
 
@@ -72,11 +73,12 @@ def setting_name(text: str) -> str:
 
 
 def completed(config: Config) -> Config:
-    """The config with every setting of its method and variant spelled out, so that its hash covers defaults too."""
+    """The config with every setting of its method and variant spelled out, and every `auto` of its training resolved."""
     built = build(config.method, config.variant)
-    update = {"method": {"name": config.method["name"], **_settings(getattr(built, "inner", built))}}
+    update: dict[str, Any] = {"method": {"name": config.method["name"], **_settings(getattr(built, "inner", built))}}
     if config.variant is not None:
         update["variant"] = {"name": config.variant["name"], **_settings(built)}
+    update["train"] = resolve(config.train, built.recipe)
     return config.model_copy(update=update)
 
 

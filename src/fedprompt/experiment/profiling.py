@@ -44,7 +44,7 @@ POINTS = (
     ("fedprompt.features.image_bank", "Images.features", "features"),
     ("fedprompt.features.image_bank", "Images.tokens", "features"),
     ("fedprompt.data.cache.pixel_store", "ImageStore.pixels", "decode"),
-    ("fedprompt.client.local_training", "sgd_step", "optimiser"),
+    ("fedprompt.client.local_training", "optimizer_step", "optimiser"),
     ("fedprompt.federation.loop", "Federation._cohort", "sample"),
     ("torch.autograd", "grad", GRADIENTS),
 )

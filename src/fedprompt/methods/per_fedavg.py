@@ -23,6 +23,7 @@ from pydantic import Field
 
 from fedprompt.config import TrainConfig
 from fedprompt.core.method import Client, Progress, Stage, World
+from fedprompt.core.recipe import PLAIN_SGD, Recipe
 from fedprompt.core.registry import register
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.fedvpt import FedVPTDeep
@@ -44,8 +45,15 @@ class PerFedAvg(FedVPTDeep):
     adaptation_steps: Annotated[int, Field(ge=0)] = 1
     """Steps of size alpha before an evaluation."""
 
+    @property
+    def recipe(self) -> Recipe:
+        """Plain SGD: a step of Adam has no look-ahead of the same size."""
+        return PLAIN_SGD
+
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
+        if train.optimizer != "sgd":
+            raise ConfigError(broken("train.optimizer", "be sgd with method per_fedavg", train.optimizer))
         for name in ("momentum", "weight_decay"):
             if getattr(train, name):
                 raise ConfigError(broken(f"train.{name}", "be 0 with method per_fedavg", getattr(train, name)))

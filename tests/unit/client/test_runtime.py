@@ -10,8 +10,6 @@ import pytest
 import torch
 from support import local_tensors, run, shared_tensors
 
-from fedprompt.client.step import learning_rate, local_factor, sgd_step
-from fedprompt.config import TrainConfig
 from fedprompt.core.client_sampling import sample_cohort
 from fedprompt.core.method import Client, Progress, World
 from fedprompt.errors import BackboneError, ContractError, DivergenceError
@@ -21,68 +19,6 @@ from fedprompt.runs.run import Run
 from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_the_optimiser_is_torchs_sgd(momentum: float, decay: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    start, grads = torch.randn(6, generator=generator), torch.randn(5, 6, generator=generator)
-    theirs = torch.nn.Parameter(start.clone())
-    optimiser = torch.optim.SGD([theirs], lr=0.3, momentum=momentum, weight_decay=decay)
-    ours, velocity = {"x": start[None]}, {}
-    train = TrainConfig(momentum=momentum, weight_decay=decay)
-    for grad in grads:
-        theirs.grad = grad.clone()
-        optimiser.step()
-        ours, velocity = sgd_step(ours, {"x": grad[None]}, velocity, {"x": 0.3}, train)
-    torch.testing.assert_close(ours["x"][0], theirs.detach(), rtol=1e-6, atol=1e-6)
-
-
-def test_clipping_bounds_the_step_of_each_client_over_all_its_tensors() -> None:
-    grads = {"x": torch.tensor([[3.0], [0.3]]), "y": torch.tensor([[4.0], [0.4]])}
-    zeros = {"x": torch.zeros(2, 1), "y": torch.zeros(2, 1)}
-    stepped, _ = sgd_step(zeros, grads, {}, {"x": 1.0, "y": 1.0}, TrainConfig(momentum=0.0, clip_norm=1.0))
-    torch.testing.assert_close(stepped["x"], torch.tensor([[-0.6], [-0.3]]), atol=1e-5, rtol=0)
-    torch.testing.assert_close(stepped["y"], torch.tensor([[-0.8], [-0.4]]), atol=1e-5, rtol=0)
-
-
-def test_a_single_number_can_be_trained_and_clipped() -> None:
-    stepped, _ = sgd_step(
-        {"x": torch.zeros(2)}, {"x": torch.tensor([5.0, 0.5])}, {}, {"x": 1.0}, TrainConfig(momentum=0.0, clip_norm=1.0)
-    )
-    torch.testing.assert_close(stepped["x"], torch.tensor([-1.0, -0.5]), atol=1e-5, rtol=0)
-
-
-def test_every_client_steps_by_a_factor_of_its_own() -> None:
-    zeros, grads = {"x": torch.zeros(2, 3)}, {"x": torch.ones(2, 3)}
-    stepped, _ = sgd_step(zeros, grads, {}, {"x": 0.5}, TrainConfig(momentum=0.0), torch.tensor([1.0, 0.2]))
-    torch.testing.assert_close(stepped["x"], torch.tensor([[-0.5] * 3, [-0.1] * 3]))
-
-
-def test_a_local_cosine_falls_from_one_over_the_steps_of_a_participation() -> None:
-    train = TrainConfig(schedule="local_cosine")
-    factors = [local_factor(train, step, 4) for step in range(4)]
-    assert factors == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
-    assert learning_rate(train, "x", 7, 10) == train.lr
-    assert {local_factor(TrainConfig(schedule=name), 3, 4) for name in ("constant", "cosine")} == {1.0}
-
-
-def test_the_first_matching_pattern_sets_the_rate() -> None:
-    train = TrainConfig(lr=1.0, lrs={"head.bias": 3.0, "head.*": 2.0})
-    assert [learning_rate(train, name, 1, 10) for name in ("prompt", "head.weight", "head.bias")] == [1.0, 2.0, 3.0]
-
-
-def test_a_pattern_also_matches_inside_the_names_of_a_variant() -> None:
-    train = TrainConfig(lr=1.0, lrs={"head.*": 2.0})
-    assert learning_rate(train, "ditto.personal.head.bias", 1, 10) == 2.0
-
-
-def test_the_cosine_starts_full_and_is_half_in_the_middle() -> None:
-    train = TrainConfig(lr=2.0, schedule="cosine")
-    assert learning_rate(train, "x", 1, 10) == 2.0
-    assert learning_rate(train, "x", 6, 10) == pytest.approx(1.0)
-    assert learning_rate(train, "x", 10, 10) == pytest.approx(1 + math.cos(math.pi * 0.9))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Client, Combine, Method, Progress, Seen, Server, Upload, World
+from fedprompt.core.recipe import PLAIN_SGD, Recipe
 from fedprompt.core.registry import register_variant
 from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
@@ -43,6 +44,11 @@ class Scaffold(Variant):
     server_lr: Annotated[float, Field(gt=0)] = 1.0
     """Eta_s."""
 
+    @property
+    def recipe(self) -> Recipe:
+        """Plain SGD: the formula of the controls divides by the sum of its rates."""
+        return PLAIN_SGD
+
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
         if type(self.inner).after_step is not Method.after_step:
@@ -52,6 +58,8 @@ class Scaffold(Variant):
         if not self.inner.starts_as_received:
             rule = "be used with a method that trains on from the shared tensors it received"
             raise ConfigError(broken("variant.name", rule, f"scaffold with {self.inner}"))
+        if train.optimizer != "sgd":
+            raise ConfigError(broken("train.optimizer", "be sgd with variant scaffold", train.optimizer))
         if train.momentum:
             raise ConfigError(broken("train.momentum", "be 0 with variant scaffold", train.momentum))
         if train.clip_norm is not None:

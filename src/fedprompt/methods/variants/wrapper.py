@@ -24,6 +24,7 @@ from fedprompt.core.method import (
     Upload,
     World,
 )
+from fedprompt.core.recipe import Recipe
 from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError
 from fedprompt.modules import heads
@@ -59,6 +60,10 @@ class Variant(Method):
     def wrapped(self, stage: Stage) -> Stage:
         """A stage of the inner method whose step this variant still sees."""
         return replace(stage, step=replace(self, inner=stage.step))
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.inner.recipe
 
     @property
     def uses_text(self) -> bool:
