@@ -59,7 +59,7 @@ def variants() -> dict[str, type[Method]]:
 
 
 def build(method: Mapping[str, Any], variant: Mapping[str, Any] | None = None) -> Method:
-    """The method of a config, wrapped in its variant if there is one; every field is checked."""
+    """The method of a config, in its variant if there is one; every field is checked."""
     built = _build(METHODS, "method", method, {})
     if variant is not None:
         built = _build(VARIANTS, "variant", variant, {"inner": built})
@@ -67,12 +67,12 @@ def build(method: Mapping[str, Any], variant: Mapping[str, Any] | None = None) -
 
 
 def setting_name(text: str) -> str:
-    """The setting a paper's symbol stands for in some method (`v` for `predict_draws`); any other text is itself."""
+    """The setting that a paper's symbol means in some method (`v` for `predict_draws`); any other text is returned unchanged."""
     return next((cls.symbols[text] for cls in methods().values() if text in cls.symbols), text)
 
 
 def completed(config: Config) -> Config:
-    """The config with every setting of its method and variant spelled out, so that its hash covers defaults too."""
+    """The config with every setting of its method and variant, so that its hash covers defaults too."""
     built = build(config.method, config.variant)
     update = {"method": {"name": config.method["name"], **_settings(getattr(built, "inner", built))}}
     if config.variant is not None:
@@ -99,7 +99,7 @@ def _build(
 
 @lru_cache(maxsize=256)
 def _settings_model(cls: type[Method], given: frozenset[str]) -> type[Section]:
-    """The class's settings by themselves, so that an already built `inner` is not checked again."""
+    """Only the settings of the class itself, so that a method in `inner` is not checked again."""
     hints = typing.get_type_hints(cls, include_extras=True)
     definitions = {
         field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
