@@ -182,7 +182,7 @@ class ViT:
         weight.
         """
         described = {**dataclasses.asdict(self.shape), "mean": self.mean, "std": self.std, "stem": self.stem}
-        del described["ln_pre"]  # the names of the weights tell it
+        del described["ln_pre"]  # the names of the weights show it
         if self.autocast:
             described["autocast"] = True
         sha = hashlib.sha256(repr(sorted(described.items())).encode())
