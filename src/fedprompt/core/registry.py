@@ -15,7 +15,7 @@ import itertools
 import textwrap
 import typing
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedprompt.config import Config, Section, plugin_options
@@ -125,16 +125,19 @@ def describe(cls: type[Method]) -> list[dict[str, Any]]:
 
 def field_docstrings(cls: type) -> dict[str, str]:
     """The string below every field of a class and its bases."""
+    return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in _own_docstrings(base).items()}
+
+
+@cache
+def _own_docstrings(cls: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):
+        return {}
     texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):
-            continue
-        body = typing.cast(ast.ClassDef, tree.body[0]).body
-        for field, below in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                match below:
-                    case ast.Expr(value=ast.Constant(value=str(text))):
-                        texts[field.target.id] = inspect.cleandoc(text).replace("\n", " ")
+    for field, below in itertools.pairwise(typing.cast(ast.ClassDef, tree.body[0]).body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            match below:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[field.target.id] = inspect.cleandoc(text).replace("\n", " ")
     return texts
