@@ -1,4 +1,4 @@
-"""Write what documents take from the code and the results: options, numbers and rows of methods, all settings, the schema of configs.
+"""Write what documents take from code and results: options, numbers and rows of methods, settings, reference, the schema of configs.
 
     python docs/tools/generate.py            # write them
     python docs/tools/generate.py --check    # say which files are stale; exit code 1 if there are any
@@ -21,6 +21,7 @@ from typing import Any
 
 from method_pages import front_matter, in_order
 from new_page import UNKNOWN, new_page
+from reference import reference_page
 from settings_page import tables as settings_tables
 from value_words import escaped, values, written
 
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs/methods"
 SETTINGS = ROOT / "docs/settings.md"
 SCHEMA = ROOT / "src/fedprompt/schema.json"
+REFERENCE = ROOT / "docs/reference.md"
 PART = re.compile(r"<!-- generated: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NO_OPTIONS = "It has no settings."
 NO_NUMBERS = "No stored result has it yet. `fedprompt compare RUN...` prints those of your own runs."
@@ -134,6 +136,7 @@ def files() -> dict[Path, str]:
         **pages(),
         SETTINGS: renewed(SETTINGS.read_text(), {"settings": settings_tables()}),
         SCHEMA: schema_text(tuple(known())),
+        REFERENCE: reference_page(),
     }
 
 
@@ -149,7 +152,7 @@ def schema_text(names: tuple[str, ...]) -> str:
 
 def parts(path: Path) -> set[str]:
     """The generated parts that a file must have."""
-    if path == SCHEMA:
+    if path in (SCHEMA, REFERENCE):
         return set()
     if path == SETTINGS:
         return {"settings"}
@@ -175,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name} is missing or stale: run python docs/tools/generate.py", file=sys.stderr)
         return 1 if old else 0
     for path, text in files().items():
-        if not path.is_file() and path != SCHEMA:
+        if not path.is_file() and path.parent == PAGES:
             print(
                 f"docs/methods/{path.name} is new: write its idea, its equations and its paper, by the pattern of fedvpt.md"
             )

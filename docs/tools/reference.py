@@ -1,19 +1,14 @@
-"""Write docs/reference.md: every public name of fedprompt, from signatures and docstrings.
-
-python docs/tools/reference.py            # write it
-python docs/tools/reference.py --check    # exit code 1 if it is stale
-"""
+"""The text of docs/reference.md: every public name of fedprompt, from signatures and docstrings."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -21,8 +16,6 @@ from pydantic import BaseModel
 import fedprompt
 from fedprompt.core.registry import field_docstrings
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/reference.md"
 SECTIONS = {
     "Run and use": ("Experiment", "Config", "Run", "TrainedClient", "Observer", "errors"),
     "Write a method": (
@@ -41,11 +34,12 @@ HEAD = """# Reference
 Every name that `from fedprompt import ...` offers; all else may change without notice. What they are for:
 [adding a method](adding_a_method.md), [extending fedprompt](extending.md), [architecture](architecture.md).
 
-This page is made from the code by `python docs/tools/reference.py`.
+This page is made from the code by `python docs/tools/generate.py`.
 """
 
 
-def page() -> str:
+@cache
+def reference_page() -> str:
     """The whole page as it should be now."""
     blocks = [HEAD.strip()]
     for title, names in SECTIONS.items():
@@ -207,22 +201,3 @@ def cell(text: str) -> str:
 
 def code(text: str) -> str:
     return f"`{text}`".replace("|", "\\|") if text else ""
-
-
-def is_stale() -> bool:
-    return not PAGE.is_file() or PAGE.read_text() != page()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is stale")
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(page())
-    elif is_stale():
-        print("docs/reference.md is stale: run python docs/tools/reference.py", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

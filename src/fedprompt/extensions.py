@@ -1,6 +1,6 @@
 """Tables of names that others can add to: methods, aggregation rules, image sources, partitions, backbones, engines.
 
-Two ways lead into a table. A package offers a module under the table's entry point group in its `pyproject.toml`. A single
+There are two ways to add to a table. A package offers a module under the table's entry point group in its `pyproject.toml`. A single
 file is given by `--plugin FILE.py`, or by the environment variable FEDPROMPT_PLUGINS, which the processes of a run inherit:
 paths, with the system's separator between them. Importing either must register something. Nothing is ever imported because
 a config or a run file asks for it.
@@ -27,7 +27,7 @@ from fedprompt.errors import ConfigError, FedpromptError, broken
 PLUGINS = "FEDPROMPT_PLUGINS"
 OPTION = "--plugin"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-_MODULE = "fedprompt_plugin_"  # how modules made of plugin files are called
+_MODULE = "fedprompt_plugin_"  # first part of the names of modules made from plugin files
 
 Thing = TypeVar("Thing")
 Decorated = TypeVar("Decorated")
@@ -50,7 +50,7 @@ class Registry(Generic[Thing]):
     ) -> None:
         """`home` is the module or package that registers our own things when it is imported.
 
-        Where their names are told in `builtin`, it is imported only to get one of them. `words` are values of the setting
+        If their names are given in `builtin`, it is imported only to get one of them. `words` are values of the setting
         that stand for something else; they cannot be registered. `check` raises where a thing is not of the right kind.
         """
         self.field, self.group, self._home, self._check = field, group, home, check
@@ -98,14 +98,14 @@ class Registry(Generic[Thing]):
         return {name: thing for name, thing in sorted(self._table.items()) if name not in self.fixed}
 
     def names(self) -> list[str]:
-        """All values the setting may have: those of this package as they were told, then those of others."""
+        """All values the setting may have: those of this package in their given order, then those of others."""
         return [*self.fixed, *self.others()] if self.fixed else list(self.table())
 
     def __contains__(self, name: str) -> bool:
         return name in self.fixed or name in self._table or name in self.names()
 
     def get(self, name: str) -> Thing:
-        """The thing of this name. Others are asked only for what is not there."""
+        """The thing of this name. Other packages are loaded only if this package has none."""
         self._load_home()
         if name not in self._table:
             self._load_others()
@@ -114,7 +114,7 @@ class Registry(Generic[Thing]):
         return self._table[name]
 
     def rule(self) -> str:
-        """What a message says of the setting."""
+        """The rule of the setting, for messages."""
         return f"be one of {', '.join(self.names())}"
 
     def _load_home(self) -> None:
@@ -141,7 +141,7 @@ def _identity(thing: Any) -> tuple[str, str]:
 
 
 def _origin(thing: Any) -> str:
-    """Where a thing comes from: its module, or the plugin file."""
+    """The origin of a thing: its module, or the plugin file."""
     name = str(thing.__module__)
     return str(sys.modules[name].__file__) if name.startswith(_MODULE) else name
 
@@ -165,7 +165,7 @@ def _load_group(group: str) -> None:
 
 
 def add_plugins(paths: Iterable[Path]) -> None:
-    """Load plugin files, and name them to the processes that this one starts."""
+    """Load plugin files, also in the processes that this one starts."""
     places = [_place(path) for path in paths]
     for place in places:
         if os.pathsep in str(place):

@@ -54,11 +54,11 @@ def infer_shape(tensors: Mapping[str, Tensor], norm_eps: float) -> ViTShape:
         ) from error
     if "ln_pre.weight" in tensors:
         raise BackboneError(
-            "a bare CLIP weight file does not tell its activation, quick_gelu or gelu: use a folder with a config.json"
+            "a bare CLIP weight file does not say its activation, quick_gelu or gelu: use a folder with a config.json"
         )
     if width not in _HEADS:
         raise BackboneError(
-            f"a weight file of width {width} does not tell its attention heads: use a folder with a config.json"
+            f"a weight file of width {width} does not say its attention heads: use a folder with a config.json"
         )
     extra = _extra_tokens(tensors, width)
     grid = math.isqrt(count - _positioned(count, extra))

@@ -1,4 +1,4 @@
-"""From a config to a frozen backbone: a name of ours, a safetensors file, a `transformers` folder or a hub id."""
+"""From a config to a frozen backbone: a built-in name, a safetensors file, a `transformers` folder or a hub id."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def register_backbone(name: str) -> Callable[[Given], Given]:
 
 
 def load_backbone(config: BackboneConfig, cache: Path) -> ViT:
-    """The frozen backbone a config asks for, at the resolution, precision and device it asks for."""
+    """The frozen backbone of a config, at its resolution, precision and device."""
     build = builder(config)
     backbone = _elsewhere(config, cache) if build is None else build(config, cache)
     if not isinstance(backbone, ViT):
@@ -70,7 +70,7 @@ def load_backbone(config: BackboneConfig, cache: Path) -> ViT:
 def builder(config: BackboneConfig) -> Builder | None:
     """The registered function for `backbone.name`; None for a path or a hub id."""
     family = config.name if config.name in BACKBONES else config.name.partition(":")[0]
-    if family not in (BACKBONES if family == config.name else BACKBONES.others()):  # ours are no families
+    if family not in (BACKBONES if family == config.name else BACKBONES.others()):  # built-in names are not families
         if config.options:
             raise ConfigError(
                 broken("backbone.options", "be given with a backbone.name they belong to", config.options)
@@ -150,7 +150,7 @@ def _agreed(field: str, given: Triple | None, own: Triple | None) -> Triple:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Whatever in a model folder its weights, architecture, preprocessing or tokenizer may be read from."""
+    """The files of a model folder with its weights, architecture, preprocessing or tokenizer."""
     return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json", ".txt"))
 
 

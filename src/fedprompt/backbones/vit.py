@@ -171,6 +171,13 @@ class ViT:
                 found[block + 1] = tokens
         return [found[block] for block in wanted]
 
+    @torch.no_grad()
+    def blank_tokens(self) -> Tensor:
+        """The mean patch token (L, d) that enters each block for an image of the mean colour, in float32 on the CPU."""
+        size, lead = self.shape.image_size, 1 + self.shape.extra_tokens
+        inputs = self.block_inputs(self.embed(torch.zeros(1, CHANNELS, size, size)))
+        return torch.stack([tokens[0, lead:].mean(0) for tokens in inputs]).float().cpu()
+
     def read_early(self, tokens: Tensor, blocks: int) -> Tensor:
         """The final norm of the CLS row (B, d) after the first `blocks` blocks of a pass without prompts."""
         if blocks == self.depth:
@@ -182,7 +189,7 @@ class ViT:
         weight.
         """
         described = {**dataclasses.asdict(self.shape), "mean": self.mean, "std": self.std, "stem": self.stem}
-        del described["ln_pre"]  # the names of the weights tell it
+        del described["ln_pre"]  # the names of the weights show it
         if self.autocast:
             described["autocast"] = True
         sha = hashlib.sha256(repr(sorted(described.items())).encode())

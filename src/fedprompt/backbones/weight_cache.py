@@ -1,14 +1,13 @@
-"""Assembled backbones, kept in the cache: one safetensors file each, mapped into memory by all who use it.
+"""Assembled backbones in the cache: one safetensors file each, mapped into memory by all processes that use it.
 
 Reading a checkpoint means renaming, fusing, converting, interpolating and checking its tensors, for some also the import of
 `transformers`. All of that gives the same result until a file, a setting or our code changes, so it is done once.
 
-* The name of a kept file is a hash of what it was made from: every source file by place, size, times and inode (the time of
-  the last change cannot be set back), the settings that matter, and the code of this room. Sources are read and held
-  against their checksums whenever one of these changes, and not otherwise.
-* Beside the tensors stands the digest of the backbone, with a code that only the owner of the cache can make. The digest is taken
-  anew from the mapped bytes at every opening, so whatever became of the file since it was written is noticed, and the backbone is
-  assembled again.
+* The name of a cached file is a hash of what it was made from: every source file by place, size, times and inode (the time of
+  the last change cannot be set back), the settings that matter, and the code of this room. Sources are read and their
+  checksums compared only when one of these changes.
+* The file also holds the digest of the backbone, with a code that only the owner of the cache can compute. Every time it is
+  opened the digest is computed again from the mapped bytes; if the file has changed, the backbone is assembled again.
 * Mapped pages are shared by all processes and copied only for one that writes to them.
 """
 
@@ -42,21 +41,21 @@ from fedprompt.io.cache_key import NAME, code, folder_key, key_of
 
 FOLDER = "backbones"
 LEAST_BYTES = 2**24  # of the weights; smaller ones are assembled as fast as they are mapped
-MOST_BYTES = 4 * 2**30  # of all kept files; those opened longest ago go first
-_ELSEWHERE = {"device", "autocast"}  # settings that leave the stored tensors alone
+MOST_BYTES = 4 * 2**30  # of all cached files; those opened longest ago are deleted first
+_ELSEWHERE = {"device", "autocast"}  # settings that do not change the stored tensors
 _TOWERS: dict[str, type[TextTower]] = {"causal": CausalTower, "bidirectional": BidirectionalTower}
 _known: WeakKeyDictionary[ViT, str] = WeakKeyDictionary()
 
 
 def identity(backbone: ViT) -> str:
-    """The digest of a backbone as it was when first asked for; `ViT.digest` looks at every byte every time."""
+    """The digest of a backbone, computed once; `ViT.digest` reads every byte every time."""
     if backbone not in _known:
         _known[backbone] = backbone.digest()
     return _known[backbone]
 
 
 def kept(config: BackboneConfig, sources: Iterable[Path], cache: Path, build: Callable[[], ViT]) -> ViT:
-    """What `build` makes of the sources, mapped from the cache where it has been made before."""
+    """The result of `build` for the sources, mapped from the cache if it is there."""
     sources = list(sources)
     stamps = [_stamp(path) for path in sources]
     if None not in stamps:
@@ -72,7 +71,7 @@ def kept(config: BackboneConfig, sources: Iterable[Path], cache: Path, build: Ca
 
 
 def _stamp(path: Path) -> list[Any] | None:
-    """What tells one state of a file from every other; None where there is no file."""
+    """A value that changes with every change of a file; None if there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -87,7 +86,7 @@ def _path(cache: Path, config: BackboneConfig, stamps: object) -> Path:
 
 
 def _code(path: Path, text: str) -> str:
-    """What only who has the secret of the folder can write under this name."""
+    """A code for this name that needs the secret of the folder."""
     return code(key_of(folder_key(path.parent, create=True), path.name), text.encode()).hex()
 
 
@@ -107,7 +106,7 @@ def _size(backbone: ViT) -> int:
 
 
 def _save(backbone: ViT, path: Path) -> bool:
-    """Write it under its name, whole or not at all; False where it cannot be written down."""
+    """Write it under its name, whole or not at all; False if it cannot be stored."""
     described = _described(backbone)
     if described is None:
         return False
@@ -119,7 +118,7 @@ def _save(backbone: ViT, path: Path) -> bool:
         with temporary.open("xb") as file:
             write_described(file, _tensors(backbone), {"backbone": text, "mac": _code(path, text)})
         os.replace(temporary, path)
-    except OSError:  # a cache that cannot be written is no reason to stop
+    except OSError:  # a run does not need a cache that can be written
         return False
     finally:
         with suppress(OSError):
@@ -128,7 +127,7 @@ def _save(backbone: ViT, path: Path) -> bool:
 
 
 def _make_room(folder: Path) -> None:
-    """Forget the files opened longest ago until the rest is within the bound; the next one may go beyond it. Mapped files live on."""
+    """Delete the files opened longest ago until the rest is within the bound; the next one may exceed it. Mapped files stay usable."""
     files = [path for path in folder.iterdir() if path.name != NAME]
     by_age = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in files)
     total = sum(size for _, size, _ in by_age)
@@ -140,7 +139,7 @@ def _make_room(folder: Path) -> None:
 
 
 def _opened(path: Path, device: str) -> ViT | None:
-    """The backbone in a kept file, on its device; None where there is no such file, or it is not what was written."""
+    """The backbone in a cached file, on its device; None if there is no such file, or it has changed."""
     if not path.is_file():
         return None
     try:
@@ -154,9 +153,7 @@ def _opened(path: Path, device: str) -> ViT | None:
         if torch.device(device).type != "cpu":
             backbone = _backbone(described, {name: tensor.to(device) for name, tensor in tensors.items()})
             _known[backbone] = described["digest"]
-    except (
-        Exception
-    ):  # a damaged file can break anything that is made of it, and `build` says what is wrong with a device
+    except Exception:  # a damaged file can cause any error; `build` reports a wrong device
         return None
     with suppress(OSError):
         os.utime(path)
@@ -172,7 +169,7 @@ def _tensors(backbone: ViT) -> dict[str, Tensor]:
 
 
 def _described(backbone: ViT) -> dict[str, Any] | None:
-    """All there is to a backbone besides its tensors; None where its tokenizer cannot be written down."""
+    """Everything of a backbone except its tensors; None if its tokenizer cannot be stored."""
     described = {
         "name": backbone.name,
         "shape": dataclasses.asdict(backbone.shape),

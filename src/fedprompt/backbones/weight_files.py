@@ -107,7 +107,7 @@ def _shard_names(index: Path) -> list[str]:
         raise BackboneError(f"{str(index)!r} must map tensors to shards under `weight_map`: {error}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
-            raise BackboneError(broken(str(index), "name files that lie beside it", name))
+            raise BackboneError(broken(str(index), "name files in the same folder", name))
     return names
 
 

@@ -129,7 +129,7 @@ def admit(
 
 @federate.command()
 def expel(name: Annotated[str, typer.Argument(help="The site's name.")], server: Server) -> None:
-    """Let a site in no longer; what it has sent so far stays in the runs it took part in."""
+    """Remove a site; what it has sent so far stays in the runs it took part in."""
     from fedprompt.deploy.folders import ServerFolder
     from fedprompt.deploy.membership import expel as keep_out
 

@@ -77,7 +77,7 @@ def verify(
     found = [verified(folder, head) for folder in run_folders(runs)]
     if head is not None and len(found) != 1:
         raise ConfigError(broken("--head", f"be given with one run, which has it, not {len(found)}", head))
-    emit(found, as_json, "\n".join(f"{each['run']}: {each['told']}" for each in found))
+    emit(found, as_json, "\n".join(f"{each['run']}: {each['message']}" for each in found))
     bad = [each["run"] for each in found if not each["whole"]]
     if bad:
         raise RunError(
@@ -94,7 +94,7 @@ def verified(folder: Path, head: str | None) -> dict[str, Any]:
         with closing(RunReader(folder)) as reader:
             verdict = verify(reader)
     except RunError as error:
-        return {"run": str(folder), "whole": False, "head": None, "first_round": None, "told": str(error)}
+        return {"run": str(folder), "whole": False, "head": None, "first_round": None, "message": str(error)}
     first = verdict.problems[0] if verdict.problems else None
     covered = verdict.heads.get((head or "").lower())
     known = head is None or head.lower() in verdict.heads
@@ -116,7 +116,7 @@ def verified(folder: Path, head: str | None) -> dict[str, Any]:
         "head": verdict.head,
         "first_round": None if first is None else first.round,
         "problems": [each.what for each in verdict.problems],
-        "told": text,
+        "message": text,
     }
 
 

@@ -38,11 +38,11 @@ def start(
     format: Annotated[str, typer.Option("--format", help="Of the images, as `data.format` has it.")] = "auto",
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, ...; as the run says when absent.")] = None,
     weights: Annotated[
-        str | None, typer.Option("--weights", help="Where the backbone lies on this machine, if elsewhere.")
+        str | None, typer.Option("--weights", help="Path of the backbone on this machine, if it differs.")
     ] = None,
     anew: Annotated[bool, typer.Option("--anew", help="Begin like a new site if the state of a run is lost.")] = False,
     least_noise: Annotated[
-        float, typer.Option("--least-noise", min=0.0, help="Take part only where updates are noised here, so much.")
+        float, typer.Option("--least-noise", min=0.0, help="Take part only if this much noise is added here.")
     ] = 0.0,
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and keys: on loopback only.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Check this site, print the problems, and end.")] = False,
@@ -105,10 +105,10 @@ def approve(
     run: Annotated[str, typer.Argument(help="The number of the run, as `fedprompt node waiting` shows it.")],
     state: State = None,
 ) -> None:
-    """Say yes to a run: to the settings that were laid out, and to no others under that number."""
-    from fedprompt.engines.remote.run_records import approve as say_yes
+    """Approve a run with the settings that were shown; other settings under that number need another approval."""
+    from fedprompt.engines.remote.run_records import approve as approve_run
 
-    say_yes(_state(folder, state), run)
+    approve_run(_state(folder, state), run)
     say(f"{run} may run here; the node need not be restarted")
 
 
@@ -125,11 +125,11 @@ def checked(
 ) -> None:
     """Print one line per check; a ConfigError if one of them failed."""
     from fedprompt.config import config_files
-    from fedprompt.deploy.check_site import look
+    from fedprompt.deploy.check_site import check_site
 
     configs = config_files.load(config, overrides) if config is not None else []
     failed = 0
-    for each in look(folder, data, state, configs, format, device, weights, least_noise):
+    for each in check_site(folder, data, state, configs, format, device, weights, least_noise):
         failed += not each.fine
         typer.echo(safe_line(f"{'ok' if each.fine else 'NO':3} {each.what}: {each.text}"))
     if failed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +82,7 @@ class ExperimentFactory:
             language=backbone.language(class_names) if isinstance(backbone, DualEncoder) else None,
             device=backbone.device,
             dtype=backbone.dtype,
+            blank=cache(backbone.blank_tokens),
         )
         if self.method.uses_text:
             _ = world.text  # raises where there is none

@@ -1,4 +1,4 @@
-"""Who takes part: in a round, in a run, and on which side."""
+"""Which clients take part in a round, are evaluated, are held out, and are malicious."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sample_cohort(
 ) -> list[int]:
     """The clients of a round in ascending order: the order of work must not matter, so it is not random.
 
-    A fixed share has at least one client; Poisson sampling may draw none. Another attempt at a round draws anew.
+    A fixed share has at least one client; Poisson sampling may draw none. Another attempt at a round draws again.
 
     Clients that are away lose their places, which stay empty, so the others take part in the rounds they would
     have taken part in anyway; only a cohort in which all are away is replaced by one client that is there.
@@ -43,7 +43,7 @@ def sample_cohort(
 
 
 def sample_tested(seed: int, clients: Sequence[int], count: int | None) -> Sequence[int]:
-    """The clients that stand for all in every evaluation of a run, in ascending order; all of them without a count."""
+    """The sample of clients that every evaluation of a run tests, in ascending order; all of them without a count."""
     if count is None or count >= len(clients):
         return clients
     order = stream(seed, 0, SERVER, "tested").permutation(len(clients))
@@ -62,7 +62,7 @@ def absences(settings: FederationConfig, client_names: Sequence[str], newcomers:
         if first > settings.rounds:
             raise ConfigError(broken(f"federation.away.{name}", f"begin within the {settings.rounds} rounds", first))
         found[client_names.index(name)] = range(first, last + 1)
-    if len(found) == len(client_names) - len(newcomers):  # else somebody is always there
+    if len(found) == len(client_names) - len(newcomers):  # else some client is always there
         first, last = max(rounds.start for rounds in found.values()), min(rounds.stop for rounds in found.values()) - 1
         if first <= last:
             raise ConfigError(broken("federation.away", "leave a client to train in every round", f"none in {first}"))
@@ -72,13 +72,13 @@ def absences(settings: FederationConfig, client_names: Sequence[str], newcomers:
 def away_by_round(
     settings: FederationConfig, client_names: Sequence[str], newcomers: Collection[int]
 ) -> Callable[[int], set[int]]:
-    """Who cannot be picked in a round."""
+    """The clients that cannot be picked in a round."""
     absent = absences(settings, client_names, newcomers)
     return lambda round: {client for client, rounds in absent.items() if round in rounds}
 
 
 def sample_newcomers(seed: int, clients: int, share: float) -> frozenset[int]:
-    """The clients that are held out for a whole run; at least one stays in, and one is held out if any share is asked for."""
+    """The clients that are held out for a whole run; at least one stays in, and one is held out if the share is not 0."""
     if not share:
         return frozenset()
     if clients < 2:
@@ -88,11 +88,11 @@ def sample_newcomers(seed: int, clients: int, share: float) -> frozenset[int]:
 
 
 def sample_attackers(attack: AttackConfig | None, seed: int, clients: Sequence[int]) -> frozenset[int]:
-    """Who is malicious for the whole run. A larger fraction adds clients to those of a smaller one."""
+    """The clients that are malicious for the whole run. A larger fraction adds clients to those of a smaller one."""
     if attack is None:
         return frozenset()
     order = stream(seed, 0, SERVER, "attackers").permutation(len(clients))
-    count = min(round_half_up(attack.fraction * len(clients)), len(clients) - 1)  # somebody is honest
+    count = min(round_half_up(attack.fraction * len(clients)), len(clients) - 1)  # at least one client is honest
     return frozenset(clients[place] for place in order[:count].tolist())
 
 

@@ -1,4 +1,4 @@
-"""What clients are asked for, and what they send back."""
+"""Requests to clients and their replies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COHORT = -1  # the client number of a reply that stands for a whole cohort
 
 @dataclass(frozen=True)
 class LocalUpdate:
-    """What a client sends: there is no field in which a local tensor could travel."""
+    """What a client sends. It has no field for local tensors."""
 
     client: int
     round: int
-    """Of the download it answers."""
+    """The round of the download that it answers."""
     upload: Tensors
     samples: int
     loss: float | None = None
@@ -31,18 +31,18 @@ class Failure:
 
     client: int
     rule: str
-    """What went wrong, in a word."""
+    """What went wrong, as one word."""
     value: str
-    """And how."""
+    """The details."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A round of training that is asked for."""
+    """A request for a round of training."""
 
     round: int
     clients: Sequence[int]
     download: Download
 
 
-NextTraining = Callable[[], Training | None]  # the training that comes next, worked out when it is asked for
+NextTraining = Callable[[], Training | None]  # the next training, computed when it is needed

@@ -1,18 +1,18 @@
-"""The contract every method lives on.
+"""The contract of every method.
 
 A method is a frozen dataclass of settings plus pure functions over `dict[str, Tensor]`, written for *one* client. It overrides only what
 differs from plain federated averaging. In the order in which a run calls them:
 
     check      refuse settings that cannot work together
     init       tensors at round 0, by role
-    survey     what the server makes of the `start` statistics (once, before round 1)
+    survey     the server after the `start` statistics (once, before round 1)
     download   what one client receives
     enrol      local tensors of a new client that differ from the declared ones
     begin      working parameters of a participation, from what was received and what is local
     stages     which tensors are trained, in which order, with whose step
       noise      every random draw of a step, made outside it
       prompts    what to insert into the frozen backbone
-      later      what to insert once the pass has come as far as the block `prompts` asked to pause at
+      later      what else to insert, computed when the pass reaches the block in `Prompts.pause`
       logits     read-out of what the backbone returned
       loss       one number
       after_step a correction of the optimiser's step
@@ -22,11 +22,11 @@ differs from plain federated averaging. In the order in which a run calls them:
     adaptation   stages run on a throw-away copy of them before an evaluation
     newcomer     the same for a client that was held out of the federation
     predict    class probabilities, one set per draw
-    diagnostics  numbers that tell how the method works
-    mixtures     what went into a prediction, and how much of each
+    diagnostics  numbers that show how the method works
+    mixtures     the parts of a prediction and their weights
 
-The step is split around the backbone so that an engine may fold many clients into one batch: `prompts`, `logits` and `loss` are mapped over
-stacked parameters (`torch.func.vmap`), and the backbone between them only ever sees samples with tokens of their own.
+The step is split around the backbone so that an engine can train many clients as one batch: `prompts`, `logits` and `loss` are mapped over
+stacked parameters (`torch.func.vmap`), and the backbone between them gets a batch of images, each with its own tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, ContractError, broken
 from fedprompt.modules import heads
 from fedprompt.modules.contexts import Language, TextContext
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import PromptStart, VisionPrompt, initial_prompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, pick
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """What a method may know of its surroundings; the same for every client and every round."""
+    """What a method knows about the run; the same for every client and every round."""
 
     width: int
     """d, of a token."""
@@ -76,6 +76,13 @@ class World:
     """The text tower of a dual encoder."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
+    blank: Callable[[], Tensor] | None = None
+    """The patch tokens (L, d) that enter each block for a blank image, mean over patches; zeros when absent."""
+
+    def initial_prompt(self, kind: PromptStart, blocks: Sequence[int], tokens: int, generator: Stream) -> Tensor:
+        """Initial prompts (len(blocks), tokens, d) of the listed blocks."""
+        known = torch.zeros(self.blocks, self.width) if self.blank is None else self.blank()
+        return initial_prompt(kind, known[list(blocks)], tokens, self.patch, generator)
 
     @property
     def classes(self) -> int:
@@ -92,7 +99,7 @@ class World:
 
     @property
     def text(self) -> Language:
-        """The text tower; a method that reads class names begins by asking for it."""
+        """The text tower; an error where the backbone has none."""
         if self.language is None:
             raise ConfigError(
                 "backbone.name must be a dual encoder for a method that reads class names (`mini`, `b16`, or a CLIP folder or "
@@ -101,7 +108,7 @@ class World:
         return self.language
 
     def placed(self, tensors: Tensors) -> Tensors:
-        """The tensors where the backbone is and in its precision."""
+        """The tensors on the device and in the precision of the backbone."""
         return {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}
 
     def check_depth(self, field: str, depth: int | None) -> None:
@@ -129,24 +136,24 @@ class Batch:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What `prompts` asks of the backbone. Nothing to insert means the cached un-prompted features are read."""
+    """What `prompts` inserts into the backbone. If it inserts nothing, the cached un-prompted features are read."""
 
     vision: tuple[VisionPrompt, ...] = ()
     text: dict[str, TextContext] = field(default_factory=dict)
-    """Contexts by name; what becomes of them is in `Seen.text`."""
+    """Contexts by name; their text features are in `Seen.text`."""
     repeat: int = 1
     """Every image goes in this many times, draw after draw: rows [draw 0 of all images, draw 1, ...]."""
     extra: Tensors = field(default_factory=dict)
-    """Anything `logits` and `loss` want to see again."""
+    """Tensors that are passed on to `logits` and `loss`."""
     pause: int | None = None
-    """Before this block the pass stops and `later` is asked for more."""
+    """Before this block the pass stops, and `later` is called for more prompts."""
     weights: Tensors = field(default_factory=dict)
     """Changes added to the frozen weights of that name, block 0 being the first promptable."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the backbone returned: rows after its final norm, and unit vectors of a dual encoder's shared space. Only what was asked for."""
+    """Output of the backbone: rows after its final norm, and unit vectors of a dual encoder's shared space. Only what the method reads."""
 
     cls: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, d)
     patches: Tensor | None = None  # (repeat * B, M, d), when the method reads it
@@ -160,7 +167,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Parts of which some, or some of each, went into the predictions of B images."""
+    """Parts of the predictions of B images, such as experts, and their weights."""
 
     what: str
     """The parts, such as "class prompts"."""
@@ -169,7 +176,7 @@ class Mixture:
     weights: Tensor  # (B, parts)
     unit: str = "share"
     """What the weights are."""
-    used: Tensor | None = None  # (B, parts), true where a part was used; none for all that weigh anything
+    used: Tensor | None = None  # (B, parts), true where a part was used; None: every part with a weight
 
 
 @dataclass(frozen=True)
@@ -177,23 +184,20 @@ class Stage:
     """A part of local training. Optimiser state never outlives its stage."""
 
     step: Method
-    """Whose `noise`, `prompts`, `logits`, `loss` and `after_step` are used."""
+    """The method whose `noise`, `prompts`, `logits`, `loss` and `after_step` are used."""
     trainable: tuple[str, ...]
     epochs: int
     name: str = "local"
     """Keys the random streams: stages of the same name see the same batches."""
     steps: int | None = None
-    """Stop after this many steps, whatever the epochs."""
-    share: tuple[float, float] = (
-        0.0,
-        1.0,
-    )
-    """From where to where in the client's training images, which lie in a fixed random order."""
+    """Stop after this many steps, even within an epoch."""
+    share: tuple[float, float] = (0.0, 1.0)
+    """Which part of the client's training images, as fractions from and to; the images have a fixed random order."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """The client whose turn it is, as `enrol`, `begin` and `finish` see it."""
+    """The current client, as `enrol`, `begin` and `finish` see it."""
 
     index: int
     name: str
@@ -228,7 +232,7 @@ class Server:
     pool: Pool = field(default_factory=Pool)
 
     def for_clients(self, clients: Sequence[int]) -> Server:
-        """The same server, knowing who is about to download: one pass over the pool then serves many clients."""
+        """The same server, prepared for downloads to these clients: one pass over the pool then serves many of them."""
         return replace(self, pool=self.pool.for_clients(clients))
 
 
@@ -243,7 +247,7 @@ class Upload:
 
 
 class Combine(Protocol):
-    """How tensors of a cohort become one set: a weighted mean unless the federation is told otherwise.
+    """How tensors of a cohort become one set: a weighted mean unless `aggregation.rule` says otherwise.
 
     Clients of weight 0 do not take part. `around` holds the same tensors before the round, where there are any.
     """
@@ -255,10 +259,10 @@ class Combine(Protocol):
 
 @dataclass(frozen=True)
 class Method:
-    """Plain federated averaging of whatever `init` calls shared. See the module's docstring for the order of calls."""
+    """Plain federated averaging of the tensors that `init` declares as shared. See the module's docstring for the order of calls."""
 
     symbols: ClassVar[Mapping[str, str]] = {}
-    """What the paper calls a setting, for those who write it so: symbol -> setting."""
+    """Symbols of the paper that configs may use for settings: symbol -> setting."""
 
     @property
     def recipe(self) -> Recipe:
@@ -272,22 +276,22 @@ class Method:
 
     @property
     def names_any_class(self) -> bool:
-        """Whether what it learned on some classes can tell others apart, given only their names. A method that keeps
-        anything by label says no; tensors whose declared size follows the number of classes are found without being told.
+        """Whether it can classify classes it was not trained on, given only their names. False for a method that keeps
+        anything by label; tensors with a row for each class are found by their declared shapes.
         """
         return self.uses_text
 
     @property
     def starts_as_received(self) -> bool:
-        """Whether local training begins at the shared tensors as they came, which SCAFFOLD's correction takes for granted."""
+        """Whether local training starts from the received shared tensors unchanged, as SCAFFOLD's correction assumes."""
         return True
 
     @property
     def sums_suffice(self) -> bool:
         """Whether `survey` and `aggregate` need of a cohort only the mean of its shared tensors and the sums of its statistics.
 
-        Where that is so, one upload that stands for the whole cohort is as good as theirs, and the server need not see any
-        client's own: secure sums and noise on sums are possible.
+        If so, one upload can stand for the whole cohort and the server need not see any single one: secure sums and noise
+        on sums are possible.
         """
         return True
 
@@ -298,7 +302,7 @@ class Method:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Un-prompted features of each image that the step wants.
+        """Un-prompted features of each image that the step uses.
 
         "cls" (B, d) and "patches" (B, M, d) after the last block and the final norm, "cls:q" (B, d) after the first q blocks and the final
         norm, "block_inputs" (B, L, T, d), "block_inputs:q" (B, q, T, d) of the first q blocks; of a dual encoder also "image" (B, D) and
@@ -330,7 +334,7 @@ class Method:
         return {**received, **local}
 
     def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
-        """Parameters the client predicts with; a method that keeps its last trained prompt for inference says so here."""
+        """Parameters the client predicts with; a method that predicts with its last trained prompt overrides this."""
         return self.begin(world, client, received, local)
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
@@ -370,7 +374,7 @@ class Method:
         return ()
 
     def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
-        """How a held-out client fits what it received to itself before it is evaluated: by tuning the head."""
+        """How a held-out client adapts the received tensors before it is evaluated: by tuning the head."""
         declared = {**world.roles.shared, **world.roles.local}
         return (Stage(self, tuple(name for name in heads.NAMES if name in declared), epochs, "newcomer"),)
 
@@ -379,18 +383,18 @@ class Method:
         return probabilities(self.logits(world, params, seen, batch, noise)).unsqueeze(0)
 
     def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
-        """Numbers that tell how the method works, such as where its attention goes: one for all images of a batch, or one for each (B,).
+        """Numbers that show how the method works, such as its attention: one for all images of a batch, or one for each (B,).
         The engine averages them.
         """
         return {}
 
     def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
-        """What went into the predictions of a batch: experts, groups, class prompts. Asked for explanations, never in a run."""
+        """The parts of the predictions of a batch: experts, groups, class prompts. Used by explanations, not in a run."""
         return ()
 
 
 def without(clients: Sequence[int], some: Collection[int]) -> Sequence[int]:
-    """The clients that are none of some, in a few bytes each."""
+    """The clients that are not in `some`, in a few bytes each."""
     return array("q", (client for client in clients if client not in some)) if some else clients
 
 
@@ -405,10 +409,10 @@ def shares(sizes: Sequence[float]) -> list[float]:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """One number per image (B,). Torch's own is the same but takes a slow way round when it is mapped over clients."""
+    """One number per image (B,). Torch's own gives the same but is slow when it is mapped over clients."""
     return -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """Softmax over classes in at least float32: bfloat16 would make ties of near misses."""
+    """Softmax over classes in at least float32: in bfloat16 close probabilities become equal."""
     return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -1,7 +1,7 @@
-"""A pool: one tensor for each client that ever sent one, as a value inside the server's state.
+"""A pool: one tensor for each client that has sent one, as a value inside the server's state.
 
-Methods read it and add to it (`Server.pool`); where its rows are kept is not theirs to know. A federation keeps them in the run file
-and tells which clients are about to ask, so that one pass over the pool answers many of them.
+Methods read it and add to it (`Server.pool`); they do not depend on where its rows are stored. A federation stores them in the run
+file and announces which clients will download next, so that one pass over the pool serves many of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fedprompt.errors import ContractError
 from fedprompt.modules.knn import Block, nearest, nearest_pairs
 
 TOGETHER = 128  # clients that are answered in one pass
-REMEMBERED = 8  # passes whose answers are kept
+REMEMBERED = 8  # passes whose results are kept
 BLOCK_BYTES = 32 * 2**20  # of rows, and of what is computed for each pair of row and client, in memory at a time
-PAIR_BYTES = 8  # of these for one pair: its distance and the bound of it
+PAIR_BYTES = 8  # of these for one pair: its distance and the bound
 
 Answer = TypeVar("Answer")
 
@@ -34,25 +34,25 @@ def rows_at_once(row_bytes: int) -> int:
 
 
 class Rows(Protocol):
-    """Rows that are kept somewhere, by the number of their client."""
+    """Stored rows, by the number of their client."""
 
     def clients(self) -> np.ndarray: ...
     def holds(self, client: int) -> bool: ...
     def chosen(self, clients: Sequence[int]) -> dict[int, Tensor]:
-        """The rows of those of the clients that have one, in their shape."""
+        """The rows of those clients that have one, in their shape."""
         ...
 
     def blocks(self) -> Iterator[Block]:
-        """All rows, flat, by rising number."""
+        """All rows, flat, in ascending order of clients."""
         ...
 
     def shortlists(self, own: Mapping[int, Tensor], count: int) -> dict[int, list[int]]:
-        """Clients that are likely to be the `count` nearest, for those flat rows where an approximate index can tell."""
+        """Clients that are likely to be the `count` nearest, for those flat rows for which an approximate index finds enough."""
         ...
 
 
 class EmptyRows:
-    """No rows: what a pool begins with."""
+    """No rows: the pool at the start of a run."""
 
     def clients(self) -> np.ndarray:
         return np.empty(0, dtype=np.int64)
@@ -72,16 +72,16 @@ class EmptyRows:
 
 @dataclass(frozen=True)
 class Pool:
-    """Rows that are kept, with the newer ones of `pending` over them."""
+    """The stored rows and, in place of some of them, the newer ones in `pending`."""
 
     kept: Rows = field(default_factory=EmptyRows)
     pending: Mapping[int, Tensor] = field(default_factory=dict)
     asking: Sequence[int] = ()
-    """Clients that are expected to ask, by rising number."""
+    """Clients that are expected to download next, in ascending order."""
     _answers: OrderedDict[Hashable, Mapping[int, Any]] = field(default_factory=OrderedDict, repr=False, compare=False)
 
     def with_rows(self, rows: Mapping[int, Tensor]) -> Pool:
-        """The pool with these rows in place of those the clients had; all rows of a pool are of one shape and dtype."""
+        """The pool with these rows in place of those the clients had; all rows of a pool have one shape and dtype."""
         changed = {client: rows[client].detach().cpu() for client in sorted(rows)}
         pending = {**self.pending, **changed}
         if len({(tuple(row.shape), row.dtype) for row in pending.values()}) > 1:
@@ -89,14 +89,14 @@ class Pool:
         return Pool(self.kept, dict(sorted(pending.items())))
 
     def for_clients(self, clients: Sequence[int]) -> Pool:
-        """The same pool, knowing who is about to ask. Without, every answer takes a pass of its own. Who is nearest does not depend on it;
-        sums over the pool that a method makes for many clients at once may differ in their last bits.
+        """The same pool, prepared for these clients: one pass serves many of them. Without this, each client takes a pass of its own. The
+        nearest clients do not depend on it; sums over the pool for many clients at once may differ in their last bits.
         """
         return replace(self, asking=clients, _answers=OrderedDict())
 
     @cached_property
     def clients(self) -> np.ndarray:
-        """The numbers of all clients that have a row, rising."""
+        """The numbers of all clients that have a row, in ascending order."""
         return np.union1d(self.kept.clients(), np.fromiter(self.pending, dtype=np.int64))
 
     def __contains__(self, client: int) -> bool:
@@ -108,7 +108,7 @@ class Pool:
         return torch.stack([self.pending[client] if client in self.pending else found[client] for client in clients])
 
     def blocks(self) -> Iterator[Block]:
-        """All rows, flat: those that are kept and still count, then the pending ones."""
+        """All rows, flat: the stored ones that are not replaced, then the pending ones."""
         new = np.fromiter(self.pending, dtype=np.int64)
         for block in self.kept.blocks():
             counts = ~np.isin(block.keys, new)
@@ -142,13 +142,13 @@ class Pool:
         return found
 
     def _still_kept(self, clients: Sequence[int]) -> Iterator[Block]:
-        """Those of some rows that no pending one replaces."""
+        """The given rows without those that a pending one replaces."""
         still = sorted(client for client in clients if client not in self.pending)
         if still:
             yield Block(np.array(still), self.rows(still).reshape(len(still), -1))
 
     def together(self, client: int, what: Hashable, answer: Callable[[Sequence[int]], Mapping[int, Answer]]) -> Answer:
-        """The answer to a client that has a row, found for all that are asking with it in one go and remembered for them."""
+        """The result for a client that has a row. It is computed for the whole group of the client in one pass and kept."""
         group = self._group(client)
         key = (what, group[0])
         if key not in self._answers:
@@ -158,7 +158,7 @@ class Pool:
         return cast(Answer, self._answers[key][client])
 
     def _group(self, client: int) -> Sequence[int]:
-        """Whom a client is answered with: always the same ones, whoever asks first. One that was not expected is alone."""
+        """The group that a client is computed with, the same for all its members. A client that was not announced is alone."""
         place = bisect_left(self.asking, client)
         if place == len(self.asking) or self.asking[place] != client:
             return [client]

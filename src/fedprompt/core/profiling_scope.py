@@ -12,7 +12,7 @@ _nothing = nullcontext()
 
 
 def scope(name: str) -> AbstractContextManager[None]:
-    """A block of code that is timed under a name of its own. Does nothing while no profiler measures."""
+    """A block of code that is timed under its own name. Does nothing without a profiler."""
     return _nothing if _measure is None else _measure(name)
 
 

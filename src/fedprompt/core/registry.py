@@ -15,7 +15,7 @@ import itertools
 import textwrap
 import typing
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedprompt.config import Config, Section, plugin_options
@@ -60,7 +60,7 @@ def variants() -> dict[str, type[Method]]:
 
 
 def build(method: Mapping[str, Any], variant: Mapping[str, Any] | None = None) -> Method:
-    """The method of a config, wrapped in its variant if there is one; every field is checked."""
+    """The method of a config, in its variant if there is one; every field is checked."""
     built = _build(METHODS, "method", method, {})
     if variant is not None:
         built = _build(VARIANTS, "variant", variant, {"inner": built})
@@ -68,7 +68,7 @@ def build(method: Mapping[str, Any], variant: Mapping[str, Any] | None = None) -
 
 
 def setting_name(text: str) -> str:
-    """The setting a paper's symbol stands for in some method (`v` for `predict_draws`); any other text is itself."""
+    """The setting that a paper's symbol means in some method (`v` for `predict_draws`); any other text is returned unchanged."""
     return next((cls.symbols[text] for cls in methods().values() if text in cls.symbols), text)
 
 
@@ -101,7 +101,7 @@ def _build(
 
 @lru_cache(maxsize=256)
 def _settings_model(cls: type[Method], given: frozenset[str]) -> type[Section]:
-    """The class's settings by themselves, so that an already built `inner` is not checked again."""
+    """Only the settings of the class itself, so that a method in `inner` is not checked again."""
     hints = typing.get_type_hints(cls, include_extras=True)
     definitions = {
         field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
@@ -127,16 +127,19 @@ def describe(cls: type[Method]) -> list[dict[str, Any]]:
 
 def field_docstrings(cls: type) -> dict[str, str]:
     """The string below every field of a class and its bases."""
+    return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in _own_docstrings(base).items()}
+
+
+@cache
+def _own_docstrings(cls: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):
+        return {}
     texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):
-            continue
-        body = typing.cast(ast.ClassDef, tree.body[0]).body
-        for field, below in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                match below:
-                    case ast.Expr(value=ast.Constant(value=str(text))):
-                        texts[field.target.id] = inspect.cleandoc(text).replace("\n", " ")
+    for field, below in itertools.pairwise(typing.cast(ast.ClassDef, tree.body[0]).body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            match below:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[field.target.id] = inspect.cleandoc(text).replace("\n", " ")
     return texts

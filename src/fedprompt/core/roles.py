@@ -1,6 +1,6 @@
-"""Who owns a tensor and where it may travel.
+"""Where a tensor is stored and whether it may be sent.
 
-| role | lives | travels |
+| role | stored | sent |
 |---|---|---|
 | frozen | backbone, one copy per process | never |
 | shared | server and clients | down and up, aggregated |
@@ -8,7 +8,7 @@
 | server | server only (hypernetwork, descriptors, pool) | never, though what it generates may go down |
 | stat | computed on clients (prototype sums, counts, changes) | up, not averaged by the default rule; with a declared minimum count |
 
-A method declares its tensors once, in `Roles`; `core.wire` holds every message against that declaration.
+A method declares its tensors once, in `Roles`; `core.wire` checks every message against that declaration.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fedprompt.tensors import Tensors
 
 @dataclass(frozen=True)
 class Statistic:
-    """What goes up and is no shared tensor: a sum over a client's training images, or something a method's `finish` made of its training.
+    """A tensor that clients send and that is not shared: a sum over their training images, or a result that `finish` returns.
 
-    `start` statistics are asked of every client once, before the first round; `round` statistics come with every training upload.
+    `start` statistics are collected from every client once, before the first round; `round` statistics come with every training upload.
     With `count`, row c of this tensor was summed over `count[c]` images, and rows made from fewer than `minimum` are sent as zeros.
     """
 
@@ -38,7 +38,7 @@ class Statistic:
     count: str | None = None
     minimum: int = 1
     choice: bool = False
-    """Says which, not how much: noise would make nonsense of it."""
+    """It is a choice (an index, one-hot), not an amount: with noise it would be meaningless."""
 
 
 @dataclass(frozen=True)

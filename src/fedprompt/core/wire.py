@@ -1,7 +1,7 @@
-"""Tensors as bytes, and the audit that every message passes.
+"""Tensors as bytes, and the audit of every message.
 
-A method that breaks its own declaration is stopped here: what is local stays local, what is the server's stays there,
-and statistics made from too few images do not leave the client.
+A method that breaks its own declaration is stopped here: local tensors are never sent, nor are tensors of the server,
+and statistics of too few images do not leave the client.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fedprompt.io.bounded_read import strict_json
 from fedprompt.io.safetensors_header import FILE, MESSAGE, Header, read_header
 from fedprompt.tensors import Tensors
 
-_REPLY = "fedprompt-reply-1"  # the name under which the metadata of a message holds all that is no tensor
+_REPLY = "fedprompt-reply-1"  # the key of the metadata with everything that is not a tensor
 _FIELDS = ("client", "round", "samples", "loss")
-_MOST = 10**18  # what a whole number in a message must be below
+_MOST = 10**18  # upper limit of whole numbers in a message
 
 
 def encode(tensors: Tensors) -> bytes:
@@ -36,7 +36,7 @@ def encode(tensors: Tensors) -> bytes:
 
 
 def decode(blob: bytes, limit: int | None = None) -> Tensors:
-    """Stored tensors, by name. A RunError where the bytes are damaged or more than `limit`, before anything is made of them."""
+    """Stored tensors, by name. A RunError if the bytes are damaged or more than `limit`, before any tensor is made."""
     try:
         _, tensors = _checked(blob, limit, FILE)
     except ValueError as error:
@@ -57,8 +57,8 @@ def pack(reply: LocalUpdate) -> bytes:
 def unpack(blob: bytes, limit: int) -> LocalUpdate:
     """The reply in a message of at most `limit` bytes.
 
-    A ContractError tells what is wrong with any other bytes, before a tensor is made of them. Whether the reply is
-    one that was asked for, and its values are finite, is for the guard to say.
+    A ContractError says what is wrong with any other bytes, before a tensor is made of them. The guard checks that the
+    reply was requested and its values are finite.
     """
     try:
         header, upload = _checked(blob, limit, MESSAGE)
@@ -83,7 +83,7 @@ def _check_values(values: object) -> None:
 
 
 def _checked(blob: bytes, limit: int | None, header_limit: int) -> tuple[Header, Tensors]:
-    """The header and the tensors of safetensors bytes; a ValueError tells the rule they break."""
+    """The header and the tensors of safetensors bytes; a ValueError names the broken rule."""
     if limit is not None and len(blob) > limit:
         raise ValueError(f"must have at most {limit} bytes, got {len(blob)}")
     header = read_header(io.BytesIO(blob), len(blob), header_limit)
@@ -102,7 +102,7 @@ def _for_bytes(tensors: Tensors) -> Tensors:
 
 
 def require_names(tensors: Tensors, declared: Iterable[str], what: str) -> Tensors:
-    """The tensors themselves if they have the declared names; stored ones that have not are a RunError."""
+    """The tensors themselves if they have the declared names, else a RunError."""
     for name in sorted(set(tensors) ^ set(declared)):
         raise RunError(f"{what} must hold the tensors the method declares, but {name!r} is in one of them only")
     return tensors
@@ -119,17 +119,17 @@ def require_like(tensors: Tensors, declared: Tensors, what: str) -> Tensors:
 
 
 def in_order(tensors: Tensors) -> Tensors:
-    """The same tensors by name. Safetensors gives them back in any order, and a sum over tensors must not depend on it."""
+    """The same tensors by name. Safetensors returns them in any order, and a sum over tensors must not depend on it."""
     return {name: tensors[name] for name in sorted(tensors)}
 
 
 def size_in_bytes(tensors: Tensors) -> int:
-    """What the values weigh on the wire, without the few bytes of names and shapes."""
+    """The size of the values in a message, without the few bytes of names and shapes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def audit_download(tensors: Tensors, roles: Roles, client: str) -> None:
-    """Nothing that is the server's own or some client's own may go down under its declared name."""
+    """Tensors with the role server or local must not be in a download under their declared names."""
     for role, names in (("server", roles.server), ("local", roles.local), ("stat", roles.stat)):
         for name in sorted(set(tensors) & set(names)):
             raise ContractError(
@@ -138,7 +138,7 @@ def audit_download(tensors: Tensors, roles: Roles, client: str) -> None:
 
 
 def audit_local(tensors: Tensors, roles: Roles, client: str) -> None:
-    """A client keeps exactly its declared local tensors, and finite ones."""
+    """A client keeps exactly its declared local tensors, with finite values."""
     where = f"state of client {client!r}"
     for name in sorted(set(tensors) ^ set(roles.local)):
         raise ContractError(
@@ -158,7 +158,7 @@ def started_from(received: Tensors, shared: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with an upload: the rule in a word, and a sentence."""
+    """What is wrong with an upload: the rule as one word, and a sentence."""
 
     rule: str
     text: str
@@ -201,7 +201,7 @@ def audit_upload(tensors: Tensors, roles: Roles, client: str, when: str = "round
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are. A finite sum proves it with one pass; only a sum that overflows needs a second look."""
+    """Whether all numbers are finite. A finite sum proves it in one pass; only a sum that overflows needs a second pass."""
     return math.isfinite(tensor.sum()) or bool(torch.isfinite(tensor).all())
 
 
@@ -213,7 +213,7 @@ def _check_finite(tensor: Tensor, name: str, where: str) -> None:
 
 
 def too_small(tensors: Tensors, name: str, statistic: Statistic) -> Tensor:
-    """Rows of a statistic that were made from some, but fewer than the minimum number of images."""
+    """Rows of a statistic with at least one image, but fewer than the minimum."""
     if statistic.count is None:
         return torch.zeros(1, dtype=torch.bool)
     count = tensors[statistic.count]
@@ -223,7 +223,7 @@ def too_small(tensors: Tensors, name: str, statistic: Statistic) -> Tensor:
 
 
 def withhold_small(tensors: Tensors, statistics: Mapping[str, Statistic]) -> Tensors:
-    """Zero the rows that too few images went into, before they leave the client. The counts themselves are zeroed there too."""
+    """Zero the rows of too few images, and their counts, before they leave the client."""
     kept = dict(tensors)
     for name, statistic in statistics.items():
         if statistic.count is not None:

@@ -33,7 +33,7 @@ class Finding:
     text: str
 
 
-def look(
+def check_site(
     folder: SiteFolder,
     data: str,
     state: Path,

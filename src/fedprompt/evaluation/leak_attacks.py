@@ -49,7 +49,7 @@ from fedprompt.privacy.mechanism import CLIP
 from fedprompt.random_streams import SERVER, stream
 from fedprompt.tensors import Tensors, pick
 
-STRANGERS = 128  # largest number of images the server has
+PUBLIC_IMAGES = 128  # largest number of images the server has
 REHEARSALS = 5  # simulated participations, one epoch each, of a client that trains local tensors; else one
 WORST = 1e30  # replaces a loss that is not finite
 
@@ -167,15 +167,15 @@ class Audit:
     def sent(self, reply: LocalUpdate) -> Tensors:
         return pick(reply.upload, (name for name in self.world.roles.shared if name in reply.upload))
 
-    def strangers(self, client: int) -> Images | None:
-        """Test images of other clients, spread evenly; None without other clients."""
+    def public_images(self, client: int) -> Images | None:
+        """Images that the server is assumed to have: test images of other clients, spread evenly; None without other clients."""
         own = self.bank.images(client, "test")
         held = [self.bank.images(other, "test") for other in range(self.world.clients) if other != client]
         where = {int(index): (images, place) for images in held for place, index in enumerate(images.indices)}
         free = sorted(where.keys() - set(own.indices.tolist()))
         if not free:
             return None
-        chosen = [free[place] for place in spaced(len(free), min(len(free), STRANGERS)).tolist()]
+        chosen = [free[place] for place in spaced(len(free), min(len(free), PUBLIC_IMAGES)).tolist()]
         found = [where[index] for index in chosen]
         labels = torch.stack([images.labels[place] for images, place in found])
         domains = np.array([images.domains[place] for images, place in found])
@@ -184,19 +184,23 @@ class Audit:
     def membership(self, client: int) -> tuple[dict[str, dict[str, Area]], LocalUpdate]:
         """The scores' areas by adversary, and what the client would send."""
         stages = [stage for stage in self.method.stages(self.world, self.config.train) if stage.trainable]
-        telling = [stage.step for stage in stages if not set(stage.trainable) <= set(self.world.roles.local)]
-        received, runtime, strangers = self.download(self.server, client), self.runtime(), self.strangers(client)
+        sending = [stage.step for stage in stages if not set(stage.trainable) <= set(self.world.roles.local)]
+        received, runtime, public_images = (
+            self.download(self.server, client),
+            self.runtime(),
+            self.public_images(client),
+        )
         before = runtime.working(self.round, client, received)
         bound = {} if self.clip is None else {CLIP: torch.tensor(self.clip, dtype=torch.float64)}
         reply = runtime.train(self.round, client, {**received, **bound})
         found = {}
-        if telling and strangers is not None:
-            player = self.player(strangers)
+        if sending and public_images is not None:
+            player = self.player(public_images)
             trains_own = any(set(stage.trainable) & set(self.world.roles.local) for stage in stages)
             for rehearsal in range(REHEARSALS if trains_own else bool(self.world.roles.local)):
                 player.train(rehearsal + 1, client, received)
             guess = player.working(self.round, client, received)
-            found["server"] = self._areas(runtime, telling[0], reply, guess, self.trained(player, guess, reply))
+            found["server"] = self._areas(runtime, sending[0], reply, guess, self.trained(player, guess, reply))
         if stages:
             known = self.trained(runtime, before, reply)
             found["insider"] = self._areas(runtime, stages[-1].step, reply, before, known)
@@ -244,7 +248,7 @@ class Audit:
     def _rows(
         self, runtime: Observed, client: int, params: Tensors, upload: Tensors, name: str, count: str
     ) -> Iterator[Row]:
-        images = [self.bank.images(client, "train"), self.bank.images(client, "test"), self.strangers(client)]
+        images = [self.bank.images(client, "train"), self.bank.images(client, "test"), self.public_images(client)]
         seen = [runtime.vectors(params, each, name, count) for each in images if each is not None]
         (own, _), (test, _) = seen[:2]
         candidates = torch.cat([vectors for _, vectors in seen])

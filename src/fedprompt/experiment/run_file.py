@@ -44,7 +44,7 @@ def refuse_another_run(config: Config, resume: bool) -> None:
     )
     if lines:
         raise RunError(
-            f"run {str(directory)!r} was made with another config (stored -> asked):\n  " + "\n  ".join(lines)
+            f"run {str(directory)!r} was made with another config (stored -> requested):\n  " + "\n  ".join(lines)
         )
     if not resume:
         raise RunError(f"run {str(directory)!r} exists already; continue it with --resume, or give it another name=")

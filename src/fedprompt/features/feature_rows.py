@@ -1,4 +1,4 @@
-"""Where features are kept: rows in memory, rows in files of the cache, and how much there may be of either."""
+"""Where features are stored: rows in memory, rows in files of the cache, and the limits of both."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SUFFIX = ".rows"
 
 
 class Rows(Protocol):
-    """Features of some images of a source, which go by their numbers."""
+    """Features of some images of a source, by the numbers of the images."""
 
     def known(self, indices: np.ndarray) -> np.ndarray:
-        """Which of the images are here, as far as can be told without reading from a disk."""
+        """Which of the images are here, as far as this is known without reading from a disk."""
 
     def holds(self, indices: np.ndarray) -> np.ndarray:
         """Which of the images are here."""
@@ -33,11 +33,11 @@ class Rows(Protocol):
         """The rows of images that are here, in one operation."""
 
     def put(self, indices: np.ndarray, rows: Tensor) -> None:
-        """Keep the rows of different images, in rising order, as far as there is room."""
+        """Store the rows of different images, in ascending order, as far as there is room."""
 
     @property
     def full(self) -> bool:
-        """Whether nothing more can be kept."""
+        """Whether nothing more can be stored."""
 
 
 class MemoryRows:
@@ -61,7 +61,7 @@ class MemoryRows:
         return int((self._place[images] < 0).sum()) * self._row_bytes
 
     def reserve(self, images: np.ndarray) -> None:
-        """Make room for different images. The system takes memory for a row when it is filled, and not before."""
+        """Make room for different images. The system allocates memory for a row only when it is filled."""
         new, old = images[self._place[images] < 0], self._rows
         if len(new):
             self._rows = old.new_empty(len(old) + len(new), *old.shape[1:])
@@ -97,7 +97,7 @@ class FileRows:
         self._over = False
         self.known, self.holds = self._file.known, self._file.holds
         with suppress(OSError):
-            os.utime(path, follow_symlinks=False)  # those used longest ago go first
+            os.utime(path, follow_symlinks=False)  # those used longest ago are deleted first
 
     @property
     def full(self) -> bool:
@@ -117,7 +117,7 @@ class FileRows:
 
 
 def make_room(folder: Path, wanted: int, budget: int) -> bool:
-    """Remove row files that no process uses, those used longest ago first, until so many bytes more are within the budget."""
+    """Remove row files that no process uses, those used longest ago first, until `wanted` more bytes fit into the budget."""
     files = sorted(folder.glob(f"*{SUFFIX}"), key=_last_used)
     taken = {path: space(path) for path in files}
     total = sum(taken.values())
@@ -130,11 +130,11 @@ def make_room(folder: Path, wanted: int, budget: int) -> bool:
 
 
 def _last_used(path: Path) -> int:
-    """A clock that leaps makes others go first, and does no harm."""
+    """The time of the last use. A wrong clock only changes the order of deletion."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
-        return 0  # removed by somebody else
+        return 0  # removed by another process
 
 
 class Memory:
@@ -146,7 +146,7 @@ class Memory:
     def rows(
         self, key: str, images: np.ndarray, budget: int, user: object, make: Callable[[], MemoryRows]
     ) -> MemoryRows | None:
-        """Rows with room for these images, known by a key; None where there is no room beside those that are in use."""
+        """Rows with room for these images, known by a key; None if there is no room next to those in use."""
         known = self._tables.get(key)
         rows = make() if known is None else known
         lacking = rows.lacking(images)
@@ -154,7 +154,7 @@ class Memory:
         if sum({id(table): table.nbytes for table in stays}.values()) + lacking > budget:
             if known is None or known.users:
                 return None
-            del self._tables[key]  # made for other images; for these alone there may be room
+            del self._tables[key]  # made for other images; there may be room for these alone
             return self.rows(key, images, budget, user, make)
         self._tables[key] = rows
         self._tables.move_to_end(key)

@@ -38,7 +38,7 @@ NEIGHBOURS = 1024  # largest number of images that are computed along with other
 
 
 def tokens_name(start: int) -> str:
-    """The name of the inputs of one block, beside the names of `Method.needs`."""
+    """The name of the inputs of one block, in addition to the names of `Method.needs`."""
     return f"{TOKENS}:{start}"
 
 
@@ -80,7 +80,7 @@ class FeatureTables:
     def prefetch(self, indices: Tensor, names: Sequence[str]) -> None:
         """Begin to decode, in the background, those of these images whose features must be computed.
 
-        Besides the names of `Method.needs`, "tokens" and "tokens:q" announce `tokens` of block 0 and q.
+        In addition to the names of `Method.needs`, "tokens" and "tokens:q" announce `tokens` of block 0 and q.
         """
         features = [self._feature(name) for name in names]
         wanted = np.unique(indices.numpy())

@@ -1,6 +1,6 @@
 """Pure functions that turn the tensors of a cohort into one set.
 
-The weighted mean trusts everybody. The robust rules count each client once and read all of its tensors as one vector x_i of D numbers, in
+The weighted mean trusts every client. The robust rules count each client once and read its tensors as one vector x_i of D numbers, in
 double precision; n is the number of clients that take part and f = floor(malicious * n) the number of them that may be malicious. A client
 whose weight is 0 takes no part, nor does one with a value that is not finite. Where none is left, every rule is the weighted mean.
 Robust rules put the vectors in lexicographic order first: the order of clients changes no bit of a result, and the first vector wins a tie.
@@ -49,7 +49,7 @@ def rule(settings: AggregationConfig) -> Combine:
 
 
 def _checked(combine: Combine, name: str) -> Combine:
-    """A rule of others, held to giving tensors like those it was given."""
+    """A rule of a plugin; its result must have the names and shapes of its input."""
 
     def checked(tensors: Sequence[Tensors], weights: Sequence[float], around: Tensors | None = None) -> Tensors:
         result = combine(tensors, weights, around)
@@ -138,13 +138,13 @@ def geometric_median(tensors: Sequence[Tensors], weights: Sequence[float], aroun
 def geometric_centre(rows: Tensor) -> Tensor:
     """argmin_z sum_i |x_i - z| over rows (n, D), by Weiszfeld's iteration with the step of Vardi and Zhang (2000).
 
-    Let m be the number of rows z lies on, and R = sum_i (x_i - z) / |x_i - z| the pull of the others. z is a minimum where |R| <= m, so
+    Let m be the number of rows equal to z, and R = sum_i (x_i - z) / |x_i - z| the pull of the others. z is a minimum where |R| <= m, so
     that a row more than half of the clients share is found exactly; from anywhere else it moves to
 
         z + (1 - m / |R|) R / sum_i 1 / |x_i - z|.
 
     The search begins at the best row, or the mean of all equally good ones (the middle, where the minimum is a whole line segment). Every
-    step lowers the sum, so that no other row can hold it up. z is kept as shares of the rows, and distances are measured in the n
+    step lowers the sum, so the search cannot stop at another row. z is kept as shares of the rows, and distances are measured in the n
     dimensions the rows span.
     """
     points, counts = torch.unique(rows, dim=0, return_counts=True)
@@ -190,7 +190,7 @@ def clipped_mean(
 
 
 def _robust(tensors: Sequence[Tensors], weights: Sequence[float], estimate: Callable[[Tensor], Tensor]) -> Tensors:
-    """What `estimate` makes of the rows (n, D) of those who take part, as tensors like those of the first client."""
+    """`estimate` of the rows (n, D) of the participating clients, as tensors like those of the first client."""
     shapes = [{name: tensor.shape for name, tensor in part.items()} for part in tensors]
     if any(shape != shapes[0] for shape in shapes):
         raise ContractError(broken("aggregation", "have the same names and shapes from every client", shapes))
@@ -211,7 +211,7 @@ def _middle(rows: Tensor) -> Tensor:
 
 
 def _most_malicious(share: float, clients: int) -> int:
-    """floor(share * clients) whatever binary fractions make of the product (0.29 of 100 are 29), and fewer than half."""
+    """floor(share * clients) without errors of binary fractions (0.29 of 100 are 29), and fewer than half."""
     return min(math.floor(share * clients + 1e-9), (clients - 1) // 2)
 
 

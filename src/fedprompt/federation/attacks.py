@@ -1,15 +1,15 @@
-"""Clients that lie, for experiments on what a defence is worth.
+"""Malicious clients, for experiments with defences.
 
 | kind | the malicious client |
 |---|---|
 | nan | sends NaN in every tensor |
 | scale | sends `strength` times its update |
 | sign_flip | sends its update with the opposite sign, `strength` times as long |
-| label_flip | trains on the labels C - 1 - y and sends what comes out |
+| label_flip | trains on the labels C - 1 - y and sends the result |
 | forged_weight | sends an honest update and claims `strength` times its images |
 | free_rider | trains nothing and sends back what it received |
 
-An update is the difference to what the client received; statistics are differences to nothing.
+An update is the difference from the received tensors; statistics are taken as they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which protections fit together, and which methods they fit: refused before the first image is decoded."""
+"""Which protections can be combined with each other and with which methods; checked before any image is decoded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALLEST_SUM = 3  # of two clients each knows the other's part
 
 
 def check_protections(config: Config, method: Method, world: World) -> None:
-    """Raise where a protection would be an empty promise, or would make nonsense of a method."""
+    """Raise if a protection would have no effect, or would make a method useless."""
     if config.federation.secure_sum:
         size = cohort_size(config.federation.fraction, len(world.participants))
         if config.federation.sampling == "poisson":
@@ -53,7 +53,7 @@ def _check_privacy(config: Config, privacy: PrivacyConfig, method: Method, roles
             raise ConfigError(broken("privacy.clips", rule, bound))
     choices = [name for name, statistic in roles.stat.items() if statistic.choice]
     if choices:
-        rule = f"be absent for method {config.label!r}, whose statistic {choices[0]!r} is a choice that noise makes nonsense of"
+        rule = f"be absent for method {config.label!r}, whose statistic {choices[0]!r} is a choice and has no meaning with noise"
         raise ConfigError(broken("privacy", rule, privacy.noise_at))
     if privacy.noise_at == "step" and (roles.stat or type(method).finish is not Method.finish):
         rule = f"be client or server for method {config.label!r}, which may send more than what its steps trained"
@@ -64,7 +64,7 @@ def _check_privacy(config: Config, privacy: PrivacyConfig, method: Method, roles
 
 
 def _check_sums(field: str, instead: str, value: str, config: Config, method: Method) -> None:
-    """Raise unless the server can do with sums."""
+    """Raise unless the server needs only sums."""
     if not method.sums_suffice:
         rule = f"be {instead} for method {config.label!r}, whose server looks at single updates"
         raise ConfigError(broken(field, rule, value))

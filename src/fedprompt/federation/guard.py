@@ -1,19 +1,19 @@
-"""What stands between the messages of clients and the aggregation: nothing that breaks a rule gets in, and nothing is refused silently.
+"""Checks of clients' messages before the aggregation. A message that breaks a rule is refused, and every refusal is recorded.
 
-| rule | refused is |
+| rule | what is refused |
 |---|---|
-| client | a reply of somebody who was not asked |
+| client | a reply of a client that is not in the cohort |
 | replayed | a second reply of a client in one round |
 | round | a reply to another round's download |
-| samples | a claim that is no positive whole number, or too large to be believed |
+| samples | a number of images that is not a positive whole number, or is too large |
 | bytes | a message larger than its declared tensors can be |
 | keys, shapes, dtypes, finite, minimum | an upload that is not what the method declared (`wire.find_fault`) |
-| counts | a tally of images that is negative, or more than the images claimed |
-| norm | an update longer than the bound, absolute or against the median of the cohort |
+| counts | a count of images that is negative, or larger than the claimed number of images |
+| norm | an update with a larger norm than the bound, absolute or relative to the median of the cohort |
 
-A claim of many images is believed up to a multiple of the cohort's median; what is above does not count. Where updates are
-private every client counts once, and may say nothing else. The median of an even number is the lower one, so that half of
-a cohort cannot move it at will.
+A claimed number of images counts up to a multiple of the cohort's median. In private runs every client counts as one image
+and must claim one. The median of an even number of values is the lower one of the middle two, so half of a cohort cannot
+raise it at will.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from fedprompt.core.wire import Fault
 from fedprompt.privacy.mechanism import WITHIN
 from fedprompt.tensors import Tensors
 
-ROOM = 1.5  # of a message over the bytes of its declared tensors: statistics may come in double precision
+ROOM = 1.5  # allowed bytes of a message per byte of its declared tensors: statistics may be in double precision
 NAMES = 4096  # bytes for names and shapes
-LARGEST_LOSS = 1e30  # that of a cohort can still be added up
+LARGEST_LOSS = 1e30  # so that the sum over a cohort is finite
 
 Reference = Callable[[int], Tensors]  # the shared tensors a client started from
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """What is left of a cohort's replies, and what was kept out."""
+    """The accepted replies of a cohort, and the refused ones."""
 
     updates: list[LocalUpdate]
     refused: list[Failure]
 
     def answered(self, cohort: Sequence[int]) -> int:
-        """The clients whose updates are in; a reply for the whole cohort stands for all that did not fail."""
+        """The number of accepted updates; a reply for the whole cohort counts for all clients that did not fail."""
         if any(update.client == COHORT for update in self.updates):
             return len(cohort) - len(self.refused)
         return len(self.updates)
@@ -68,7 +68,7 @@ class Guard:
         reference: Reference,
         as_one: bool = False,
     ) -> Admitted:
-        """The replies that pass every rule, in the order of clients whatever the order of arrival.
+        """The replies that pass every rule, in the order of clients, not of arrival.
 
         With `as_one` a single reply for the whole cohort is expected: a secure sum.
         """
@@ -97,7 +97,7 @@ class Guard:
         return math.ceil(self._settings.quorum * len(cohort))
 
     def weights(self, replies: Sequence[LocalUpdate]) -> tuple[list[float], list[Failure]]:
-        """What each reply counts, in images, and whose claim was cut to the cap."""
+        """The weight of each reply, in images, and the replies whose claim was capped."""
         claims = [float(reply.samples) for reply in replies]
         if self._settings.weight_cap is None or not claims:
             return claims, []
@@ -113,7 +113,7 @@ class Guard:
         self, reply: LocalUpdate, round: int, expected: Collection[int], good: Collection[int]
     ) -> Fault | None:
         if reply.client not in expected:
-            return Fault("client", f"must be one of the clients that were asked, got {reply.client}")
+            return Fault("client", f"must be a client of the cohort, got {reply.client}")
         if reply.client in good:
             return Fault("replayed", f"must answer once in round {round}")
         if reply.round != round:
@@ -121,7 +121,7 @@ class Guard:
         return None
 
     def _malformed(self, reply: LocalUpdate, when: str, clients: int) -> Fault | None:
-        """What is wrong with a reply that stands for so many clients."""
+        """What is wrong with a reply that stands for `clients` clients."""
         most_samples = clients * (1 if self._private else self._settings.max_samples)
         if type(reply.samples) is not int or not 0 < reply.samples <= most_samples:
             return Fault("samples", f"must be in 1..{most_samples}, got {reply.samples!r}")
@@ -133,7 +133,7 @@ class Guard:
         return wire.find_fault(reply.upload, self._roles, when) or self._wrong_tally(reply, when, clients)
 
     def _wrong_tally(self, reply: LocalUpdate, when: str, clients: int) -> Fault | None:
-        """Counts of images cannot be more than there are; noise makes an exception of all but the bit that was never noised."""
+        """Counts of images must not exceed the claimed number. With noise only `WITHIN` is checked, which is sent without noise."""
         statistics = self._roles.statistics(when)
         limits: dict[str, int] = {WITHIN: clients} if WITHIN in statistics else {}
         if not self._private and reply.client != COHORT:
@@ -148,7 +148,7 @@ class Guard:
         return None
 
     def counted_as(self, upload: Tensors, share: float, when: str) -> Tensors:
-        """An upload whose sums over images count only in part, with the means they stand for unchanged."""
+        """An upload with its sums over images scaled by `share`, so that the means over images stay the same."""
         statistics = self._roles.statistics(when)
         summed = self._counts(when) | {name for name, each in statistics.items() if each.count is not None}
         return {name: tensor * share if name in summed and share < 1 else tensor for name, tensor in upload.items()}
@@ -161,7 +161,7 @@ class Guard:
         return None if norm <= bound else Fault("norm", f"update must be at most {bound:g} long, got {norm:.4g}")
 
     def most_bytes(self, when: str = "round") -> int:
-        """The largest message that can be honest."""
+        """The largest possible size of an honest message."""
         if self._settings.max_bytes is not None:
             return self._settings.max_bytes
         shared = wire.size_in_bytes(self._roles.shared) if when == "round" else 0
@@ -169,7 +169,7 @@ class Guard:
         return int(ROOM * (shared + 8 * numbers)) + NAMES
 
     def _outliers(self, replies: Iterable[LocalUpdate], reference: Reference, when: str) -> dict[int, str]:
-        """Clients with a part that is much longer than the median of the cohort's, and which part."""
+        """Clients with an update or statistic of much larger norm than the cohort's median, and which one."""
         factor, found = self._settings.norm_factor, {}
         if factor is None:
             return {}
@@ -184,11 +184,11 @@ class Guard:
         return found
 
     def _counts(self, when: str) -> set[str]:
-        """The statistics that tell how many images are in the rows of others."""
+        """The statistics that count the images in the rows of other statistics."""
         return {each.count for each in self._roles.statistics(when).values() if each.count is not None}
 
     def _lengths(self, reply: LocalUpdate, reference: Reference, when: str) -> dict[str, float]:
-        """The norm of the update, and of every statistic per image it was summed over; counts of images are as they are."""
+        """The norm of the update, and of every statistic divided by its number of images; counts are left out."""
         lengths = {"update": update_norm(reply.upload, reference(reply.client))} if when == "round" else {}
         statistics = self._roles.statistics(when)
         for name, statistic in statistics.items():

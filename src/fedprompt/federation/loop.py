@@ -38,8 +38,8 @@ AfterLastRound = Callable[
 class Engine(Protocol):
     """Where clients run. `download` gives the audited tensors of one client.
 
-    `evaluate` is told what training comes next, so that an engine whose clients are far away can ask for both at once; it
-    then has the replies when `train` is called for them. A client that cannot be evaluated is a failure.
+    `evaluate` gets the next training as `ahead`, so that an engine with remote clients can request both at once; it then
+    has the replies when `train` is called. A client that cannot be evaluated is a failure.
     """
 
     def survey(self, clients: Sequence[int], download: Download) -> Iterator[LocalUpdate | Failure]: ...
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 
 class Observer:
-    """Told what happens while it happens. This one does nothing; the command line's draws progress."""
+    """Its methods are called during a run. This one does nothing; that of the command line draws progress."""
 
     def started(self, config: Config, client_names: Sequence[str], rounds_done: int) -> None: ...
     def checked(self, check: Mapping[str, Any]) -> None: ...
@@ -73,7 +73,7 @@ def is_evaluated(round: int, settings: FederationConfig) -> bool:
 
 @dataclass
 class Federation:
-    """A run in progress. Its state is in the store; this object can be thrown away between any two rounds."""
+    """A run in progress. Its state is in the store; this object can be replaced between any two rounds."""
 
     config: Config
     world: World
@@ -86,11 +86,11 @@ class Federation:
     afterwards: AfterLastRound | None = None
 
     secret: int | None = None
-    """a seed that clients do not know, where who takes part and the server's noise are private."""
+    """A seed that clients do not know, for runs in which the choice of clients and the server's noise are private."""
 
     @property
     def seed(self) -> int:
-        """Of whatever the server draws."""
+        """The seed of the server's random draws."""
         return self.config.seed if self.secret is None else self.secret
 
     def run(self) -> None:
@@ -164,7 +164,7 @@ class Federation:
         return Server(self._placed(kept), self._placed(wire.decode(own)), round, Pool(self.pool_rows))
 
     def _start(self) -> Server:
-        """Round 0: the initial tensors, and the statistics a method asks of every client beforehand."""
+        """Round 0: the initial tensors, and the statistics that a method collects from every client before round 1."""
         roles, clock = self.world.roles, Clock()
         server = _in_order(Server(roles.shared, roles.server, pool=Pool(self.pool_rows)))
         sent: dict[int, int] = {}
@@ -208,7 +208,7 @@ class Federation:
         return server
 
     def _aggregate(self, server: Server, round: int, updates: RoundUpdates) -> tuple[Server, list[Event]]:
-        """The server after the round, whose weights were capped, and what the round cost in privacy."""
+        """The server after the round, and events: capped weights and the privacy cost of the round."""
         uploads, capped = self._uploads(updates.admitted.updates, server, "round")
         if uploads:
             server = self._finite(self.method.aggregate(self.world, server, uploads, self.combine), round)
@@ -218,7 +218,7 @@ class Federation:
         return _in_order(replace(server, round=round)), events
 
     def _evaluate(self, server: Server, round: int, clock: Clock) -> tuple[dict[int, ClientResult], list[Event]]:
-        """The results by client where the round is evaluated, and the clients that could not be tested."""
+        """Results by client if the round is evaluated, and the clients that could not be tested."""
         results: dict[int, ClientResult] = {}
         untested: list[Event] = []
         if not is_evaluated(round, self.config.federation) and self._affords(round + 1):
@@ -236,7 +236,7 @@ class Federation:
         return results, untested
 
     def _spent(self, round: int, updates: RoundUpdates) -> list[Event]:
-        """What the round cost, to be committed with it. Sites see the model before that, so there it is noted at once."""
+        """The privacy cost of the round, committed with it. Sites see the model before that, so with sites it is written at once."""
         assert self.budget is not None
         assert self.noise is not None
         next_clip = self.noise.next_clip(updates.admitted.updates, round, self.clip)
@@ -247,9 +247,9 @@ class Federation:
         return [] if next_clip is None else [self.budget.move_clip(next_clip)]
 
     def _next_training(self, server: Server, round: int) -> Training | None:
-        """The training of a round to come, where there is one."""
+        """The training of the next round, if there is one."""
         if round > self.config.federation.rounds or self.budget is not None:
-            return None  # private updates are sent when what they start from can no longer change
+            return None  # private updates are requested only after the previous round is committed
         cohort = self._cohort(round, 0)
         return Training(round, cohort, self._downloads(server.for_clients(cohort), None, self._moving_clip()))
 
@@ -296,7 +296,7 @@ class Federation:
         return sample_cohort(self.seed, round, self.participants, settings.fraction, away, attempt, poisson)
 
     def _finite(self, server: Server, round: int) -> Server:
-        """Raise where finite updates have become something else together."""
+        """Raise if the aggregate of finite updates is not finite."""
         rows = {f"of client {client} in the pool": row for client, row in server.pool.pending.items()}
         for name, tensor in {**server.shared, **server.own, **rows}.items():
             if not tensor.isfinite().all():
@@ -308,7 +308,7 @@ class Federation:
         return ConfigError(broken("privacy.max_epsilon", f"leave room for {what}", most))
 
     def _moving_clip(self) -> float | None:
-        """The bound that clients have to be told, since it moves."""
+        """The clipping bound to send to clients, if it changes during the run."""
         moves = self.config.privacy is not None and self.config.privacy.quantile is not None
         return self.clip if moves else None
 
@@ -330,7 +330,7 @@ class Federation:
     def _no_quorum(
         self, round: int, cohort: Sequence[int], admitted: Admitted, events: Sequence[Event]
     ) -> FedpromptError:
-        """The error that ends the run with its state intact; what was found out about the refused updates is kept."""
+        """The error that ends the run with its state intact; the events of the refused updates are stored."""
         for event in events:
             self.store.note(round, event.client, event.kind, event.detail)
         diverged = admitted.refused and all(each.rule == "finite" for each in admitted.refused)
@@ -346,14 +346,14 @@ class Federation:
         return self.world.client_names[client] if 0 <= client < self.world.clients else f"client {client}"
 
     def _bytes_up(self, admitted: Admitted, cohort: Sequence[int]) -> int:
-        """What the values of accepted updates weighed; in a secure sum every number is eight bytes wide."""
+        """The bytes of the values of accepted updates; in a secure sum every number has eight bytes."""
         if self.config.federation.secure_sum:
             numbers = sum(tensor.numel() for update in admitted.updates for tensor in update.upload.values())
             return 8 * numbers * admitted.answered(cohort)
         return sum(wire.size_in_bytes(update.upload) for update in admitted.updates)
 
     def _downloads(self, server: Server, sent: dict[int, int] | None = None, clip: float | None = None) -> Download:
-        """What each client receives, audited; `sent` adds up how many bytes that was. `clip` goes with it where given."""
+        """The audited download of each client, with `clip` if given; its bytes are added to `sent`."""
 
         def download(client: int) -> Tensors:
             tensors = dict(self.method.download(self.world, server, client))
@@ -367,7 +367,7 @@ class Federation:
         return download
 
     def _uploads(self, replies: Sequence[LocalUpdate], server: Server, when: str) -> tuple[list[Upload], list[Failure]]:
-        """What the method aggregates, and whose claim of images was cut. With noise on sums it is one upload for all."""
+        """What the method aggregates, and the capped claims. With noise on sums it is one upload for all clients."""
         if self.noise is not None and self.noise.terms.settings.noise_at == "server":
             return [Upload(COHORT, self.noise.total(replies, server, when, self.clip), 1.0)], []
         if not replies:
@@ -402,18 +402,18 @@ class Federation:
 
 @dataclass(frozen=True)
 class RoundUpdates:
-    """A round whose updates are in."""
+    """The updates of a round."""
 
     cohort: list[int]
     admitted: Admitted
     bytes_down: int
     events: tuple[Event, ...]
     cohorts: list[list[int]]
-    """One for every attempt, the last one being the round's."""
+    """One for each attempt; the last one is that of the round."""
 
 
 def _events(admitted: Admitted) -> list[Event]:
-    """Who was refused, for the run file."""
+    """Refused clients, for the run file."""
     return [
         Event(each.client, REFUSED, json.dumps({"rule": each.rule, "value": each.value})) for each in admitted.refused
     ]
@@ -426,7 +426,7 @@ def _mean_loss(replies: Sequence[LocalUpdate]) -> float | None:
 
 
 def _in_order(server: Server) -> Server:
-    """Names in the order in which they come back from the run file, so that a resumed run computes the same sums."""
+    """Names in the order in which the run file returns them, so that a resumed run computes the same sums."""
     return replace(server, shared=wire.in_order(server.shared), own=wire.in_order(server.own))
 
 

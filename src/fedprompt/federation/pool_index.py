@@ -1,7 +1,7 @@
-"""The approximate index of a run's pool: made when somebody asks for it, kept up to date, and the same after a resume.
+"""The approximate index of a run's pool: built at the first request, kept up to date, and the same after a resume.
 
-Its cells are made anew once half of the rows are newer than they are. That is looked at when a client asks, never when rows are written,
-so it depends on the run alone; the centres are committed with the round in which they were made.
+Its cells are computed again once half of the rows are newer than they are. This is checked at a request, never when rows are written, so it
+depends only on the run; the centres are committed with the round in which they were computed.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from fedprompt.errors import RunError
 from fedprompt.modules.ann_index import Cells, Projection
 from fedprompt.modules.knn import Block
 
-LEAST = 20_000  # rows below which there is nothing to gain from an index
-SHORTLIST = 16  # rows that are compared exactly for each that is wanted
+LEAST = 20_000  # fewer rows are searched faster without an index
+SHORTLIST = 16  # rows that are compared exactly for each row of the result
 NUMBER = np.dtype("<f4")
 
 
 class DatedRows(Protocol):
-    """Rows that tell in which round each was written."""
+    """Rows with the round in which each was written."""
 
     def clients(self) -> np.ndarray: ...
     def dated_blocks(self) -> Iterator[tuple[Block, np.ndarray]]: ...
 
 
 class PoolIndex:
-    """Shortlists of near rows. Nothing is built, and faiss not imported, before the first is asked for."""
+    """Shortlists of near rows. The index is built, and faiss imported, at the first request."""
 
     def __init__(self, rows: DatedRows, stored: Callable[[], tuple[int, bytes] | None]) -> None:
         self._rows, self._stored = rows, stored

@@ -1,8 +1,8 @@
 """The rows of a pool in the run file: read in bounded blocks, written with the round that changed them.
 
-A row is its raw little-endian numbers beside its kind, which says what they are: "F32 16 512" is a tensor of 16 x 512 single-precision
+A row is stored as raw little-endian numbers, with its kind: "F32 16 512" is a tensor of 16 x 512 single-precision
 numbers. All rows of a run have one kind, that of something clients upload. Memory holds eight bytes for each client in the pool and one
-block of rows; an approximate index, made only when it is asked for, holds about a kilobyte for each.
+block of rows; an approximate index, built only if it is used, holds about a kilobyte for each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OLD_ROWS = "pool."  # what a row was called among the server's own tensors in ve
 
 @dataclass(frozen=True)
 class Kind:
-    """What a row is made of."""
+    """Dtype and shape of a row."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,9 +60,9 @@ def packed(row: Tensor) -> tuple[str, bytes]:
 
 
 class StoredRows:
-    """The rows of a run file, as `fedprompt.core.pool` wants them, and what a commit needs to know of a pool.
+    """The rows of a run file for `fedprompt.core.pool`, and what a commit writes.
 
-    Where a world is given they are held against it: rows are of its clients, and like something that these upload.
+    If a world is given, rows are checked: they must belong to its clients and have a shape that clients upload.
     """
 
     def __init__(self, reader: RunReader, world: World | None = None) -> None:
@@ -126,7 +126,7 @@ class StoredRows:
         return self._kind
 
     def _checked(self, text: str, row: bytes) -> Kind:
-        """The one kind of the rows; what does not fit it is damage."""
+        """The kind of all rows; a row of another kind is damaged."""
         if self._kind is None:
             kind = Kind.parse(text)
             _check_kind(kind, self._world)
@@ -145,7 +145,7 @@ class StoredRows:
         return PoolChange({client: packed(row) for client, row in pool.pending.items()}, self._index.unstored)
 
     def _check_new(self, kind: Kind) -> None:
-        """Refuse to write what could not be read again."""
+        """Refuse to write rows that could not be read again."""
         stored, declared = self._stored_kind(), _declared(self._world)
         if declared is not None and kind not in declared:
             raise ContractError(f"a row of the pool must be like what clients upload ({_listed(declared)}), got {kind}")
@@ -172,7 +172,7 @@ def open_pool(reader: RunReader, own: Tensors, world: World | None = None) -> tu
 
 
 def _old_rows(rows: Tensors, world: World | None) -> dict[int, Tensor]:
-    """Rows of version 1 by client, held to the same rules as those of today."""
+    """Rows of version 1 by client, checked like those of today."""
     kinds = {Kind(row.dtype, tuple(row.shape)) for row in rows.values()}
     if len(kinds) > 1:
         _damaged(f"have one shape and precision with all others, got {len(kinds)} kinds")
@@ -211,7 +211,7 @@ def _check_client(client: int, world: World | None) -> None:
 
 
 def _finite(rows: Tensor) -> Tensor:
-    """The same rows. A sum is cheaper than to look at each number, and finite only where all of them are."""
+    """The same rows, all finite. A sum is cheaper than a check of each number, and it is finite only if all of them are."""
     if not rows.sum().isfinite() and not rows.isfinite().all():
         _damaged("be finite, got NaN or infinity")
     return rows

@@ -30,7 +30,7 @@ from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
 from fedprompt.modules import heads
-from fedprompt.modules.insertion import VisionPrompt, vpt_init
+from fedprompt.modules.insertion import PromptStart, VisionPrompt
 from fedprompt.modules.prompt_keys import cosine
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
@@ -57,6 +57,8 @@ class FedIns(WithHead):
     """Every set has its own head; otherwise there is one head."""
     key_weight: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Lambda, weight of the loss that pulls picked keys to their images."""
+    prompt_init: PromptStart = "blank"
+    """Initial prompts: tokens of a blank image, VPT's uniform ones, or zeros."""
     similarity: Literal["sum", "mean"] = "sum"
     """How the cosines of the picked keys are combined."""
 
@@ -75,7 +77,7 @@ class FedIns(WithHead):
 
     def init(self, world: World, generator: Stream) -> Roles:
         depth = self.depth or world.blocks
-        prompts = vpt_init(self.pool * depth, self.prompt_tokens, world.width, world.patch, generator)
+        prompts = world.initial_prompt(self.prompt_init, [*range(depth)] * self.pool, self.prompt_tokens, generator)
         shared = {
             "pool.prompts": prompts.unflatten(0, (self.pool, depth)),
             "pool.keys": generator.normal(self.pool, world.width),

@@ -19,7 +19,7 @@ from fedprompt.core.method import Batch, Prompts, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.methods.bases.with_head import WithHead
-from fedprompt.modules.insertion import VisionPrompt, initial_prompt
+from fedprompt.modules.insertion import PromptStart, VisionPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
 
@@ -35,15 +35,15 @@ class FedVPT(WithHead):
     """Blocks that get prompts of their own, counted from the first; null for all."""
     after: Literal["carry", "drop"] = "carry"
     """What happens to the prompts after the last prompted block."""
-    prompt_init: Literal["random", "zero"] = "random"
-    """VPT's uniform initialisation, or zeros."""
+    prompt_init: PromptStart = "blank"
+    """Initial prompts: tokens of a blank image, VPT's uniform ones, or zeros."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         world.check_depth("method.depth", self.depth)
 
     def init(self, world: World, generator: Stream) -> Roles:
         depth = self.depth or world.blocks
-        prompt = initial_prompt(self.prompt_init, depth, self.prompt_tokens, world.width, world.patch, generator)
+        prompt = world.initial_prompt(self.prompt_init, range(depth), self.prompt_tokens, generator)
         return self.with_head(world, Roles(shared=world.placed({"prompt": prompt})))
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:

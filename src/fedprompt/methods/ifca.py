@@ -55,7 +55,9 @@ class IFCA(FedVPTDeep):
         super().check(world, train)
         if self.clusters > 1 and self.prompt_init == "zero":
             raise ConfigError(
-                broken("method.prompt_init", "be random with several clusters, which would be equal", self.prompt_init)
+                broken(
+                    "method.prompt_init", "not be zero with several clusters, which would be equal", self.prompt_init
+                )
             )
 
     @property

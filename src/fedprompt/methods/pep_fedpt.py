@@ -39,7 +39,7 @@ from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
-from fedprompt.modules.insertion import VisionPrompt, initial_prompt
+from fedprompt.modules.insertion import PromptStart, VisionPrompt
 from fedprompt.modules.prompt_keys import cosine
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
@@ -61,9 +61,9 @@ class PEPFedPT(WithHead):
     """N_c, tokens of each class."""
     class_blocks: tuple[Block, ...] = (1,)
     """Blocks, from 0, that get their own class prompts; the last ones are kept until the end."""
-    prompt_init: Literal["random", "zero"] = "random"
-    """VPT's uniform initialisation of the shared prompts, or zeros."""
-    class_prompt_init: Literal["random", "zero"] = "random"
+    prompt_init: PromptStart = "blank"
+    """Initial shared prompts: tokens of a blank image, VPT's uniform ones, or zeros."""
+    class_prompt_init: PromptStart = "blank"
     """The same for the class prompts."""
     query: Literal["frozen_cls", "inline"] = "frozen_cls"
     """Feature that is compared with the prototypes."""
@@ -110,10 +110,10 @@ class PEPFedPT(WithHead):
         return self.class_prompt_weighting != "class_counts"
 
     def init(self, world: World, generator: Stream) -> Roles:
-        classes, width, patch = world.classes, world.width, world.patch
-        shared = initial_prompt(self.prompt_init, 1, self.shared_tokens, width, patch, generator)
-        rows = classes * len(self.class_blocks)
-        of_classes = initial_prompt(self.class_prompt_init, rows, self.class_tokens, width, patch, generator)
+        classes, width = world.classes, world.width
+        shared = world.initial_prompt(self.prompt_init, [0], self.shared_tokens, generator)
+        blocks = [*self.class_blocks] * classes
+        of_classes = world.initial_prompt(self.class_prompt_init, blocks, self.class_tokens, generator)
         prompts = {"shared_prompt": shared, "class_prompts": of_classes.unflatten(0, (classes, -1))}
         server = {"prototypes": torch.zeros(classes, width), "known": torch.zeros(classes)}
         roles = Roles(

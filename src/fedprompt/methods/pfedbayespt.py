@@ -37,7 +37,7 @@ from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
 from fedprompt.modules import semi_implicit, token_encoder
-from fedprompt.modules.insertion import VisionPrompt, initial_prompt
+from fedprompt.modules.insertion import PromptStart, VisionPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, prefixed, stripped
 
@@ -55,8 +55,8 @@ class PFedBayesPTD(WithHead):
     """K, tokens of the global prompt per prompted block."""
     depth: Annotated[int, Field(ge=1)] | None = None
     """Number of blocks with a global prompt, from the first; null for all."""
-    prompt_init: Literal["random", "zero"] = "random"
-    """Initialisation of the global prompt: VPT's uniform one, or zeros."""
+    prompt_init: PromptStart = "blank"
+    """Initial global prompt: tokens of a blank image, VPT's uniform ones, or zeros."""
     instance_tokens: Annotated[int, Field(ge=1)] = 1
     """v, tokens of the instance prompt per block."""
     instance_depth: Annotated[int, Field(ge=1)] | None = None
@@ -87,7 +87,7 @@ class PFedBayesPTD(WithHead):
     def init(self, world: World, generator: Stream) -> Roles:
         depth = self.depth or world.blocks
         shared = {
-            "prompt": initial_prompt(self.prompt_init, depth, self.prompt_tokens, world.width, world.patch, generator),
+            "prompt": world.initial_prompt(self.prompt_init, range(depth), self.prompt_tokens, generator),
             **self.initial_encoder(world, generator),
         }
         return self.with_head(world, Roles(shared=world.placed(shared)))

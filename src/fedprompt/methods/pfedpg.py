@@ -42,7 +42,6 @@ from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.modules.heads import NAMES
-from fedprompt.modules.insertion import initial_prompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, pick, prefixed, stripped
 
@@ -75,7 +74,7 @@ class PFedPG(FedVPT):
 
     def init(self, world: World, generator: Stream) -> Roles:
         width, depth = world.width, self.depth or world.blocks
-        base = initial_prompt(self.prompt_init, depth, self.prompt_tokens, width, world.patch, generator)
+        base = world.initial_prompt(self.prompt_init, range(depth), self.prompt_tokens, generator)
         server = {
             "base": base,
             "descriptors": generator.normal(world.clients, width) * self.descriptor_std,

@@ -17,9 +17,9 @@ from fedprompt.metrics.calibration import calibration_error
 
 @dataclass(frozen=True)
 class ClientResult:
-    """Everything an evaluation of one client counted. Results add up, so pooled figures are exact.
+    """The counts of an evaluation of one client. Results can be added, so pooled figures are exact.
 
-    A site may keep all but the counts of images and hits to itself: the other figures are then None, and there are no bins.
+    A site may send only the counts of images and of correct predictions: the other figures are then None, and there are no bins.
     """
 
     samples: int
@@ -35,7 +35,7 @@ class ClientResult:
     domains: dict[str, list[int]] = field(default_factory=dict)
     """Name -> samples, correct."""
     diagnostics: dict[str, float] = field(default_factory=dict)
-    """What the method says about itself, mean over samples."""
+    """Figures of `Method.diagnostics`, mean over samples."""
 
     @property
     def accuracy(self) -> float:
@@ -99,7 +99,7 @@ def summarise(results: Iterable[ClientResult]) -> dict[str, Any]:
 
 
 def _uncertainty(results: Sequence[ClientResult]) -> dict[str, float]:
-    """Calibration and spread over those clients that tell more than counts; nothing where none does."""
+    """Calibration and spread over the clients that send more than counts; empty if none does."""
     if not results:
         return {}
     samples = sum(result.samples for result in results)
@@ -109,13 +109,13 @@ def _uncertainty(results: Sequence[ClientResult]) -> dict[str, float]:
 
 
 def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of every name over the entries that have it: some clients may have nothing to say yet."""
+    """The mean of every name over the entries that have it: some clients may have none yet."""
     names = sorted({name for entry in entries for name in entry})
     return {name: float(np.mean([entry[name] for entry in entries if name in entry])) for name in names}
 
 
 AVERAGED = ("average", "worst", "pooled", "std", "bottom_decile", "ece", "nll", "entropy", "mutual_information")
-WITHHELD = ("ece", "nll", "entropy", "mutual_information")  # of these, those that are absent where no client told them
+WITHHELD = ("ece", "nll", "entropy", "mutual_information")  # absent if no client sends them
 
 
 def conclude(rounds: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def conclude(rounds: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:
     best = max(rounds, key=lambda entry: entry["average"])
     return {
         **means,
-        "domains": _means([entry["domains"] for entry in tail]),  # a site that was away leaves its domains out
+        "domains": _means([entry["domains"] for entry in tail]),  # an absent site has no domains here
         "diagnostics": _means([entry.get("diagnostics", {}) for entry in tail]),
         "evaluations": len(tail),
         "final_average": rounds[-1]["average"],

@@ -93,9 +93,17 @@ def vpt_init(blocks: int, tokens: int, width: int, patch: int, generator: Stream
     return (generator.uniform(blocks, tokens, width) * 2 - 1) * vpt_bound(patch, width)
 
 
-def initial_prompt(
-    kind: Literal["random", "zero"], blocks: int, tokens: int, width: int, patch: int, generator: Stream
-) -> Tensor:
-    """VPT's start, or zeros."""
-    prompt = vpt_init(blocks, tokens, width, patch, generator)
-    return prompt if kind == "random" else torch.zeros_like(prompt)
+PromptStart = Literal["blank", "random", "zero"]
+BLANK_NOISE = 0.3  # of VPT's scale: tokens differ from each other, and the features of images stay what they were
+
+
+def initial_prompt(kind: PromptStart, blank: Tensor, tokens: int, patch: int, generator: Stream) -> Tensor:
+    """Initial prompts (blocks, tokens, d), given the tokens (blocks, d) of a blank image at these blocks.
+
+    `blank`: these tokens with a little noise. Random tokens are far from all that the frozen blocks have seen: ten of them at
+    every block leave little of an image's features, blank ones leave nearly all.
+    """
+    drawn = vpt_init(len(blank), tokens, blank.shape[-1], patch, generator)
+    if kind == "blank":
+        return blank.unsqueeze(1) + BLANK_NOISE * drawn
+    return drawn if kind == "random" else torch.zeros_like(drawn)

@@ -24,7 +24,7 @@ DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError)
 SECONDS, BYTES_PER_SECOND = (
     10.0,
     5e6,
-)  # limit for one query: seconds, plus one second for each so many bytes of the file
+)  # limit for one query: seconds, plus one second for each of this many bytes of the file
 STEPS = 20_000  # steps of SQLite between two checks of the clock
 MOST_TABLES = 50
 

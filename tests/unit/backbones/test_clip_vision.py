@@ -249,7 +249,7 @@ def test_behind_a_stem_no_prompt_passes_the_first_norm(double):
 
 def test_a_bare_clip_file_is_refused_because_it_does_not_tell_its_activation(tmp_path):
     file = saved(random_tower(), tmp_path) / "model.safetensors"
-    with pytest.raises(BackboneError, match=r"bare CLIP weight file does not tell its activation.*use a folder"):
+    with pytest.raises(BackboneError, match=r"bare CLIP weight file does not say its activation.*use a folder"):
         load_backbone(BackboneConfig(name=str(file), mean=HALF, std=HALF), tmp_path)
 
 

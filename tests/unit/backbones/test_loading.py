@@ -193,7 +193,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
 def test_a_width_that_does_not_tell_its_heads_is_refused(tmp_path):
     shape = ViTShape(width=1280, depth=1, heads=16, mlp_width=8, patch=2, image_size=4)
     save_file(timm_tensors(shape), tmp_path / "a.safetensors")
-    with pytest.raises(BackboneError, match=r"width 1280 does not tell its attention heads: use a folder"):
+    with pytest.raises(BackboneError, match=r"width 1280 does not say its attention heads: use a folder"):
         load(tmp_path / "a.safetensors", mean=HALF, std=HALF)
 
 
@@ -233,7 +233,7 @@ def test_a_shard_outside_the_folder_is_refused(folder):
     (folder / "model.safetensors").unlink()
     index = {"weight_map": {"a": "../elsewhere.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(BackboneError, match="files that lie beside it"):
+    with pytest.raises(BackboneError, match="files in the same folder"):
         load(folder, mean=HALF, std=HALF)
 
 

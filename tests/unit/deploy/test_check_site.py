@@ -19,7 +19,7 @@ pytest.importorskip("cryptography")
 from fedprompt.cli import app
 from fedprompt.config import parse
 from fedprompt.deploy.addresses import Address
-from fedprompt.deploy.check_site import Finding, look
+from fedprompt.deploy.check_site import Finding, check_site
 from fedprompt.deploy.folders import SiteFolder, init
 from fedprompt.engines.remote.run_records import RunRecord
 from fedprompt.errors import ConfigError
@@ -66,7 +66,7 @@ def folder(tmp_path: Path, port: int, secure: bool = False) -> SiteFolder:
 
 def found(site: SiteFolder, tmp_path: Path, *configs: dict[str, Any], data: str = "tiny") -> dict[str, list[Finding]]:
     rows: dict[str, list[Finding]] = {}
-    for each in look(site, data, tmp_path / "state", [parse(config) for config in configs]):
+    for each in check_site(site, data, tmp_path / "state", [parse(config) for config in configs]):
         rows.setdefault(each.what, []).append(each)
     return rows
 

@@ -51,11 +51,20 @@ def test_rows_tell_type_range_default_and_meaning(row: str) -> None:
     assert row in PAGE.read_text()
 
 
-@pytest.mark.parametrize("name", ["SETTINGS", "SCHEMA"])
-def test_an_old_file_is_told_and_renewed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("SETTINGS", "Learning rate of every tensor"),
+        ("SCHEMA", "Learning rate of every tensor"),
+        ("REFERENCE", "Where clients run"),
+    ],
+)
+def test_an_old_file_is_found_and_renewed(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original: Path = getattr(generate, name)
     copy = tmp_path / original.name
-    copy.write_text(original.read_text().replace("Learning rate of every tensor", "Rate"))
+    copy.write_text(original.read_text().replace(text, "Old text"))
     monkeypatch.setattr(generate, name, copy)
     monkeypatch.setattr(generate, "pages", dict)  # those have tests of their own
     assert generate.stale() == [copy.name]

@@ -189,17 +189,17 @@ def test_moving_prototypes_are_audited_with_every_round(finished: Callable[..., 
     assert found["nearest_is_member"] == 1.0
 
 
-def test_strangers_are_nobodys_training_images(finished: Callable[..., Run]) -> None:
+def test_images_of_the_server_are_no_training_images(finished: Callable[..., Run]) -> None:
     audit = open_audit(finished())
-    strangers = audit.strangers(0)
-    assert strangers is not None
+    public_images = audit.public_images(0)
+    assert public_images is not None
     mine = {*audit.bank.images(0, "train").indices, *audit.bank.images(0, "test").indices}
     trained = {index for client in range(4) for index in audit.bank.images(client, "train").indices}
-    assert len(strangers) == 30
-    assert not {*strangers.indices} & (mine | trained)
+    assert len(public_images) == 30
+    assert not {*public_images.indices} & (mine | trained)
     test = audit.bank.images(2, "test")
-    where = strangers.indices.tolist().index(test.indices[3])
-    assert strangers.labels[where] == test.labels[3]
+    where = public_images.indices.tolist().index(test.indices[3])
+    assert public_images.labels[where] == test.labels[3]
 
 
 @pytest.mark.parametrize("name", ["local", "ditto", "ifca", "pfedpg", "pfedbayespt"])

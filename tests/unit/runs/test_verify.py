@@ -280,8 +280,8 @@ def test_the_command_goes_on_after_a_damaged_file(tmp_path: Path, directory: Pat
         "run": False,
     }
     assert found["run"]["first_round"] == 3
-    assert "damaged from round 3 on" in found["run"]["told"]
-    assert "no digests: made by an older version" in found["old"]["told"]
+    assert "damaged from round 3 on" in found["run"]["message"]
+    assert "no digests: made by an older version" in found["old"]["message"]
     assert "2 of 4" in err
     assert call("compare", old)[2] == "note: old: no digests: made by an older version\n"
 

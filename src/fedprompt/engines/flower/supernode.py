@@ -46,7 +46,7 @@ loop: Any = import_module("flwr.supernode.start_client_internal")
 
 HERE = "127.0.0.1"
 PAUSE = 0.2  # seconds between two checks for a task
-BRISK, SOON = 0.3, 15.0  # seconds between two checks for a message, for so many seconds after the last one
+BRISK, SOON = 0.3, 15.0  # seconds between two checks for a message, during this many seconds after the last one
 HEARTBEAT = 10.0  # seconds between two heartbeats of a task; Flower gives up after 60
 CHATTER = ("[RUN ", "Receiving: ", "Received ", "Sending: ", "Sent ", "EXPERIMENTAL")  # how Flower's log lines begin
 PROTECTED = frozenset({"/flwr.proto.Runtime/AcquireTask"})
@@ -100,7 +100,7 @@ def clean_up_after_stopped_runs() -> None:
     """Let the SuperNode drop a message whose run was stopped during the transfer.
 
     The signal for this is not an `Exception`, so it skips Flower's own cleanup, and the task created for the message
-    would wait for ever.
+    would wait without end.
     """
     original = loop._pull_and_store_message
 

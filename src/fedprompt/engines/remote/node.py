@@ -454,7 +454,7 @@ def _check_rounds(order: Order, last: int) -> None:
 
 
 def _check_received(received: Mapping[str, Tensor], runtime: ClientRuntime) -> None:
-    """Shared tensors are as declared before an image is used; else what becomes of them would depend on images."""
+    """Shared tensors must be as declared before an image is used; else an error would depend on images."""
     for name, declared in runtime.world.roles.shared.items():
         tensor = received.get(name)
         if tensor is not None and (tensor.shape, tensor.dtype) != (declared.shape, declared.dtype):
