@@ -219,3 +219,13 @@ def test_an_unknown_read_is_refused():
     vit = double_vit()
     with pytest.raises(ContractError, match="reads must be some of cls, patches, prompts"):
         vit.run(random_tokens(vit), reads=("mean",))
+
+
+def test_blank_tokens_are_the_mean_patch_tokens_of_a_blank_image_at_every_block():
+    vit = double_vit()
+    size = vit.shape.image_size
+    inputs = vit.block_inputs(vit.embed(torch.zeros(1, 3, size, size)))
+    found, lead = vit.blank_tokens(), 1 + vit.shape.extra_tokens
+    assert found.shape == (vit.depth, vit.shape.width)
+    for block, tokens in enumerate(inputs):
+        torch.testing.assert_close(found[block], tokens[0, lead:].mean(0).float())

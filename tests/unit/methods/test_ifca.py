@@ -123,7 +123,7 @@ def test_sets_start_from_different_prompts_and_equal_starts_are_refused(settings
     world, _, _ = runtime_of(settings(method=SEVERAL))
     first, second, third = world.roles.server["clusters.prompt"]
     assert min(float((a - b).abs().max()) for a, b in ((first, second), (second, third), (first, third))) > 1e-2
-    rule = r"method\.prompt_init must be random with several clusters, which would be equal, got 'zero'"
+    rule = r"method\.prompt_init must not be zero with several clusters, which would be equal, got 'zero'"
     with pytest.raises(ConfigError, match=rule):
         run(settings(method={**SEVERAL, "prompt_init": "zero"}))
     run(settings(method={**SEVERAL, "clusters": 1, "prompt_init": "zero"}, federation={"rounds": 1}))
