@@ -313,6 +313,16 @@ def test_a_name_that_is_given_twice_is_refused(ground: Ground, tmp_path: Path) -
         assert (rule, "once" in text) == ("name", True)
 
 
+def test_an_order_that_fails_does_not_pay_for_others(ground: Ground, tmp_path: Path) -> None:
+    """The last round first, in a way that cannot be done: once it was counted, all rounds before it were free."""
+    run = {"privacy": NOISE, "federation": {"rounds": 3}}
+    site = ground.site(tmp_path)
+    assert told(site, ground.order(run, train=3, keep_as=None))[0] == "state"
+    for round in (1, 2, 3):
+        reply(site, ground.order(run, train=round, keep_as=10 + round))
+    assert site.spent.runs()[ground.setting.run].releases == 3
+
+
 def test_a_server_that_comes_back_says_the_same_in_other_words(ground: Ground, tmp_path: Path) -> None:
     """Defaults that are spelled out, and the order of keys, are no other settings."""
     reply(ground.site(tmp_path), ground.order())

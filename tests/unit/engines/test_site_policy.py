@@ -322,6 +322,18 @@ def test_a_run_waits_for_a_persons_yes_to_these_settings(ground: Ground, tmp_pat
             approve(state, unknown)
 
 
+def test_settings_do_not_change_between_a_look_and_a_yes(ground: Ground, tmp_path: Path) -> None:
+    """A person reads the settings of a waiting run; meanwhile the server sends others under the same number."""
+    careful, state, run = policy(approve=True), tmp_path / "client_1", ground.setting.run
+    told(ground.site(tmp_path, policy=careful), ground.order())
+    seen = waiting_runs(state)[run]
+    rule, text = told(ground.site(tmp_path, policy=careful), ground.order({"seed": 5}))
+    assert (rule, run in text) == ("settings", True), text
+    assert waiting_runs(state)[run] == seen
+    approve(state, run)
+    assert reply(ground.site(tmp_path, policy=careful), ground.order()).round == 1
+
+
 # -- the split --------------------------------------------------------------------------------------------------------
 
 

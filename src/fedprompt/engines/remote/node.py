@@ -230,6 +230,8 @@ class Site(Node):
 
     def update(self, order: Order, runtime: ClientRuntime, states: NodeState, received: Tensors) -> bytes:
         """The same; a private run repeats the stored answer for a round that was already answered."""
+        if order.train is not None and order.keep_as is None:
+            raise RunError("order.keep_as must be a number where a state is to be kept, got None")
         run, round = order.setting.run, order.train or 0
         record = RunRecord(self._directory, run)
         if not is_private(runtime):
@@ -252,8 +254,6 @@ class Site(Node):
 
     def _private_update(self, order: Order, runtime: ClientRuntime, states: NodeState, received: Tensors) -> bytes:
         """An update, or noise alone if training fails: whether it diverges depends on images, too."""
-        if order.train is not None and order.keep_as is None:
-            raise RunError("order.keep_as must be a number where a state is to be kept, got None")
         try:
             return super().update(order, runtime, states, received)
         except Exception as error:
@@ -335,7 +335,8 @@ class Site(Node):
         for sentence in agree({self.name: own.class_names}, class_names).refused.values():
             raise Refusal("classes", sentence)
         if self.policy.approve and record.approved != digest(pinned):
-            record.wait(pinned)
+            if not record.wait(pinned):
+                raise Refusal("settings", f"settings of run {setting.run} must be those that wait for approval here")
             raise Refusal("approval", f"run {setting.run} must be approved by a person at this site first")
         record.pin(pinned)
         source = Agreed(own, class_names)
