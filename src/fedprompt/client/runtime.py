@@ -44,6 +44,10 @@ def _repeatable(seed: int, round: int, client: int) -> Stream:
     return stream(seed, round, client, "privacy")
 
 
+class UsesTrainingImages(ContractError):
+    """A method needs training images for an evaluation, but may not use them."""
+
+
 class ClientRuntime:
     """Trains, evaluates and surveys clients whose images and states are at hand."""
 
@@ -354,7 +358,7 @@ class ClientRuntime:
             return who
 
         def refused(asked: object) -> NoReturn:
-            raise ContractError(f"method {self.config.label!r} must be evaluated without training images here")
+            raise UsesTrainingImages(f"method {self.config.label!r} must be evaluated without training images here")
 
         return replace(who, samples=1, class_counts=torch.ones_like(who.class_counts), loss=refused, features=refused)
 

@@ -87,13 +87,18 @@ class Agreed(Selection):
             rule = "hold only classes of the federation"
             raise DataError(broken("--data", rule, f"{stranger!r} in {whole.name!r}"))
         super().__init__(whole, np.arange(len(whole)), tuple(class_names))
+        self.own = whole
         self.fingerprint = whole.fingerprint  # the same images in the same order: cached features are found
 
 
 def site_manifest(source: Source, data: DataConfig, names: Sequence[str], place: int) -> Manifest:
-    """The images of a site as those of client `place` among all sites; of the others nothing is known here."""
+    """The images of a site as those of client `place` among all sites; of the others nothing is known here.
+
+    The split depends on the site's own order of classes: with the agreed order, the server could choose among splits.
+    """
+    own = source.own if isinstance(source, Agreed) else source
     with _about_own_data():
-        train, test = train_and_test(source, data, every_class=False)
+        train, test = train_and_test(own, data, every_class=False)
     settings = data.model_dump(mode="json", exclude={"source", "format", "classes", "novel", "resize"})
     return Manifest(
         source_name=source.name,

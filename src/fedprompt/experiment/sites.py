@@ -21,7 +21,7 @@ from fedprompt.data.partition import client_names
 from fedprompt.data.site_data import agree, sites_manifest
 from fedprompt.engines.remote.protocol import Answer, Meeting, Order, Setting
 from fedprompt.engines.remote.remote_engine import Transport, remote_engine
-from fedprompt.errors import ConfigError, DataError, QuorumError, broken
+from fedprompt.errors import ConfigError, DataError, QuorumError, RunError, broken
 from fedprompt.experiment.experiment import Experiment
 from fedprompt.experiment.run_file import new_facts, refuse_another_run, resumed_store, run_id
 from fedprompt.federation.loop import Federation, Observer
@@ -29,6 +29,8 @@ from fedprompt.privacy.budget import settled
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import FILE, Event, RunStore
 
+SECRET_BITS = 256
+MOST_GUESSED = 128  # bits; a random secret is larger, but for one in 2^128
 SECRET = "secret_seed"  # the fact of a private run that no site may learn: what the server draws with
 NO_RUN = "0" * 32  # the number under which sites are met, before there is a run
 MOST_NAMES_BYTES = 2**25  # of a site's introduction, which is mostly names of classes
@@ -64,7 +66,7 @@ class SitesExperiment(Experiment):
         try:
             names = client_names.from_fact(store.fact("clients"))
             world = self.factory.world(backbone, tuple(store.fact("classes")), tuple(names))
-            secret = store.fact(SECRET)
+            secret = _secret(store, self.config)
             drawing = self.config if secret is None else self.config.model_copy(update={"seed": secret})
             terms = privacy_terms(drawing, world, lambda client: 1)
             settings = _travelling(settled(self.config, terms))
@@ -116,9 +118,20 @@ class SitesExperiment(Experiment):
         assert agreement.class_names is not None
         facts = new_facts(self.config, sites_manifest(names, agreement.class_names), frozen)
         if self.config.privacy is not None:
-            facts[SECRET] = secrets.randbits(256)
+            facts[SECRET] = secrets.randbits(SECRET_BITS)
         events = [Event(None, "kept_out", f"{name}: {text}") for name, text in sorted(kept_out.items())]
         return RunStore.create(self.config.run_directory, facts, events)
+
+
+def _secret(store: RunStore, config: Config) -> int | None:
+    """What the server of a private run draws with. Without it, noise would follow from the seed that every site has."""
+    secret = store.fact(SECRET)
+    if config.privacy is None:
+        return None
+    if type(secret) is not int or not 2**MOST_GUESSED <= secret < 2**SECRET_BITS:
+        text = f"run: {str(store.directory)!r} must contain a {SECRET} of {SECRET_BITS} bits to go on, as every private run"
+        raise RunError(f"{text} over sites does; give the new run another name=")
+    return secret
 
 
 def _introduced(name: str, came: bytes, frozen: str) -> Meeting | str:

@@ -24,14 +24,13 @@ from fedprompt.core.method import Method, Server, World
 from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.sources.base import Source
 from fedprompt.data.sources.open import open_source
-from fedprompt.engines.remote.node_state import KEPT_AS, MOST_BYTES, SUFFIX, stored_state
+from fedprompt.engines.remote.node_state import KEPT_AS, MOST_BYTES, SUFFIX, number_of_run, stored_state
 from fedprompt.errors import BackboneError, ConfigError, DataError, RunError, broken
 from fedprompt.features.image_bank import CommonImages, ImageBank
 from fedprompt.federation.stored_pool import open_pool
 from fedprompt.inference.lazy_client import LazyBank, LazyRuntime
 from fedprompt.io.bounded_read import read_bytes
 from fedprompt.runs.run import Run, require_same_streams
-from fedprompt.runs.store import RUN_ID
 from fedprompt.tensors import Tensors
 
 SHOWN = 5  # clients that an error message lists
@@ -205,7 +204,7 @@ def _of_node(run: Run, directory: Path) -> Callable[[int], bytes | None]:
             raise ConfigError(
                 broken("--state", "be absent if the run file contains the clients' states", str(directory))
             )
-        folder = directory / NODE_STATES / str(run.reader.fact(RUN_ID)) / str(client)
+        folder = directory / NODE_STATES / number_of_run(run.reader) / str(client)
         try:
             return read_bytes(folder / f"{int(kept[KEPT_AS])}{SUFFIX}", MOST_BYTES)
         except (OSError, ValueError) as error:

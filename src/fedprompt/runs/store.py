@@ -14,7 +14,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -165,7 +165,8 @@ class RunReader:
             yield
         finally:
             if self._connection.in_transaction:
-                self._connection.execute("COMMIT")
+                with suppress(*DAMAGE):  # SQLite may refuse after it found damage, and that error is told already
+                    self._connection.execute("ROLLBACK")
 
     def _complete(self, what: str, found: int, expected: Callable[[Link], int]) -> None:
         """Raise if the number of rows is not that of the last transaction."""

@@ -16,12 +16,15 @@ import torch
 from one_site import NOISE, Ground, reply, told
 from remote_run import exported, tiny_settings
 
+from fedprompt.backbones.weight_cache import identity
 from fedprompt.config import FederationConfig
 from fedprompt.core.client_sampling import absences
 from fedprompt.engines.remote.node import Site
 from fedprompt.engines.remote.protocol import Answer, Order
-from fedprompt.errors import ConfigError
+from fedprompt.engines.remote.site_policy import SitePolicy
+from fedprompt.errors import ConfigError, ContractError, DataError, RunError
 from fedprompt.experiment import Experiment
+from fedprompt.privacy import mechanism
 
 pytestmark = pytest.mark.unit
 
@@ -99,6 +102,20 @@ def test_sites_with_the_same_images_choose_differently(ground: Ground, tmp_path:
     assert len(found) > 1
 
 
+def test_the_order_of_classes_does_not_choose_the_test_images(ground: Ground, tmp_path: Path) -> None:
+    """Every run may list the classes anew: with another split for every order, each image would be tested some day."""
+    images = images_without_split(ground, tmp_path / "images")
+    names, found = ground.world.class_names, set()
+    for number, order in enumerate([names, names[::-1], (*names[1:], names[0]), ("aardvark", *names)]):
+        site = Site("client_1", str(images), tmp_path / "state")
+        asked = with_run(evaluation(ground, 1), f"{number:032x}")
+        answer(site, replace(asked, setting=replace(asked.setting, class_names=order)))
+        assert site._made is not None
+        bank = site._made[0].bank
+        found.add(tuple(tuple(bank.images(1, part).indices.tolist()) for part in ("train", "test")))
+    assert len(found) == 1
+
+
 def test_a_round_is_evaluated_once(ground: Ground, tmp_path: Path) -> None:
     """The same question again has the same answer, also after a restart; other parameters have none."""
     prompt = ground.world.roles.shared["prompt"]
@@ -108,6 +125,29 @@ def test_a_round_is_evaluated_once(ground: Ground, tmp_path: Path) -> None:
     for asked in (prompt + 1, prompt + 2):
         rule, text = told(ground.site(tmp_path), evaluation(ground, 1, asked))
         assert (rule, "round 1" in text) == ("evaluation", True)
+
+
+def test_an_evaluation_that_fails_is_the_answer_of_its_round(ground: Ground, tmp_path: Path) -> None:
+    """Whether predictions are finite depends on images: asked as often as the server likes, it finds their features."""
+    prompt = ground.world.roles.shared["prompt"]
+    assert told(ground.site(tmp_path), evaluation(ground, 1, torch.full_like(prompt, 3e38)))[0] == "finite"
+    for asked in (torch.full_like(prompt, 3e38), torch.full_like(prompt, 2e38), prompt):
+        rule, text = told(ground.site(tmp_path), evaluation(ground, 1, asked))
+        assert (rule, "round 1" in text) == ("evaluation", True)
+    assert answer(ground.site(tmp_path), evaluation(ground, 2)).result is not None
+
+
+def test_an_evaluation_with_noise_does_not_say_that_it_failed(ground: Ground, tmp_path: Path) -> None:
+    """Also where updates are not noised: no epsilon covers that an evaluation fails."""
+    site = ground.site(tmp_path, policy=SitePolicy(evaluate="noised"))
+    prompt = torch.full_like(ground.world.roles.shared["prompt"], 3e38)
+    shared = {"method": {"name": "fedvpt", "prompt_tokens": 60, "head": "shared"}}
+    order = evaluation(ground, 1, **shared)
+    head = Experiment({**ground.settings, **shared}).factory
+    roles = head.world(head.backbone(), ground.world.class_names, ground.world.client_names).roles
+    found = answer(site, replace(order, received={**roles.shared, "prompt": prompt}))
+    assert found.failure is None
+    assert found.result is not None
 
 
 def test_rounds_are_evaluated_in_their_order(ground: Ground, tmp_path: Path) -> None:
@@ -162,6 +202,60 @@ def test_what_goes_wrong_with_images_in_a_private_round_looks_like_any_other(
     assert told(ground.site(tmp_path / "open"), ground.order())[0] == "error", (
         "a run without privacy says that it failed"
     )
+
+
+@pytest.mark.parametrize("kind", [ContractError, ConfigError, RunError, DataError], ids=lambda kind: kind.__name__)
+def test_no_error_after_an_image_was_used_is_told(
+    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """Also those of fedprompt itself: when a method raises one may depend on images."""
+    from fedprompt.client.local_training import LocalTraining
+
+    def failing(*arguments: Any, **more: Any) -> Any:
+        raise kind("update must be bounded to 1 before it is noised, got 12345.678")
+
+    monkeypatch.setattr(LocalTraining, "run", failing)
+    blob = ground.site(tmp_path).answer(ground.order({"privacy": NOISE}).to_bytes())
+    assert Answer.from_bytes(blob).failure is None
+    assert b"12345" not in blob
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"prompt": torch.zeros(1, 1)}, {"prompt": torch.zeros(0)}, "double"],
+    ids=["small", "empty", "dtype"],
+)
+@pytest.mark.parametrize("config", [{}, {"privacy": NOISE}], ids=["plain", "private"])
+def test_a_tensor_that_is_not_as_declared_is_refused_before_an_image_is_used(
+    ground: Ground, tmp_path: Path, config: dict[str, Any], change: Any
+) -> None:
+    """What becomes of it later would depend on images: a broadcast, an error, noise around another centre."""
+    site = ground.site(tmp_path)
+    received = {"prompt": ground.world.roles.shared["prompt"].double()} if change == "double" else change
+    for order in (ground.order(config, received=received), replace(evaluation(ground, 1, **config), received=received)):
+        rule, text = told(site, order)
+        assert (rule, "tensor 'prompt' must be" in text) == ("order", True)
+    assert site.spent.runs() == {}, "nothing is spent on it"
+
+
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [
+        ({}, torch.tensor(1.0)),
+        ({"privacy": NOISE}, torch.tensor(1e6)),
+        ({"privacy": {**NOISE, "noise_at": "server"}}, torch.tensor(1e6)),
+        ({"privacy": {**NOISE, "noise_at": "server", "quantile": 0.5}}, torch.tensor(0.0)),
+        ({"privacy": {**NOISE, "noise_at": "server", "quantile": 0.5}}, torch.ones(2)),
+    ],
+    ids=["plain", "noise at the client", "fixed", "zero", "two"],
+)
+def test_a_bound_that_was_not_agreed_is_refused(
+    ground: Ground, tmp_path: Path, config: dict[str, Any], bound: torch.Tensor
+) -> None:
+    site = ground.site(tmp_path)
+    received = {**ground.world.roles.shared, mechanism.CLIP: bound}
+    assert told(site, ground.order(config, received=received))[0] == "privacy"
+    assert site.spent.runs() == {}
 
 
 def test_without_privacy_a_divergence_is_still_told(ground: Ground, tmp_path: Path) -> None:
@@ -219,6 +313,16 @@ def test_a_name_that_is_given_twice_is_refused(ground: Ground, tmp_path: Path) -
         assert (rule, "once" in text) == ("name", True)
 
 
+def test_an_order_that_fails_does_not_pay_for_others(ground: Ground, tmp_path: Path) -> None:
+    """The last round first, in a way that cannot be done: once it was counted, all rounds before it were free."""
+    run = {"privacy": NOISE, "federation": {"rounds": 3}}
+    site = ground.site(tmp_path)
+    assert told(site, ground.order(run, train=3, keep_as=None))[0] == "state"
+    for round in (1, 2, 3):
+        reply(site, ground.order(run, train=round, keep_as=10 + round))
+    assert site.spent.runs()[ground.setting.run].releases == 3
+
+
 def test_a_server_that_comes_back_says_the_same_in_other_words(ground: Ground, tmp_path: Path) -> None:
     """Defaults that are spelled out, and the order of keys, are no other settings."""
     reply(ground.site(tmp_path), ground.order())
@@ -257,6 +361,19 @@ def test_who_insists_on_noise_fits_nothing_for_an_evaluation(
     assert found.result is None
     assert found.failure is not None
     assert found.failure[0] == "privacy", found.failure
+
+
+def test_who_insists_on_noise_is_tested_without_training_images(ground: Ground, tmp_path: Path) -> None:
+    """pFedPrompt predicts with the features of training images: exact counts would show them through any noise on updates."""
+    config = {"method": {"name": "pfedprompt"}, "backbone": {"name": "tiny-clip"}, "privacy": NOISE}
+    factory = Experiment({**ground.settings, **config}).factory
+    backbone = factory.backbone()
+    roles = factory.world(backbone, ground.world.class_names, ground.world.client_names).roles
+    order = ground.order(config, evaluate=1, train=None, keep_as=None, received=roles.shared)
+    order = replace(order, setting=replace(order.setting, backbone=identity(backbone)))
+    rule, text = told(ground.site(tmp_path, least_noise=1.0), order)
+    assert (rule, "training images" in text) == ("privacy", True), text
+    assert answer(ground.site(tmp_path / "open"), order).result is not None
 
 
 def test_sums_over_two_sets_of_training_images_do_not_differ_by_one_image(tmp_path: Path) -> None:

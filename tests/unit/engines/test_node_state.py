@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from forgery import forged
 from remote_run import kept_tensors, node_folder, run_remotely
 from support import local_tensors, run
 
@@ -15,6 +19,7 @@ from fedprompt.core import wire
 from fedprompt.engines.remote.node_state import NodeState, stored_state
 from fedprompt.engines.remote.protocol import Order, Setting
 from fedprompt.errors import RunError, StorageError
+from fedprompt.runs.run import Run
 from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
@@ -176,3 +181,15 @@ def test_a_run_is_read_with_the_states_of_simulated_nodes(settings: object, tmp_
         file.unlink()
     with pytest.raises(RunError, match="keeps its own tensors to itself"):
         read(0)
+
+
+def test_the_number_of_a_run_is_no_path(settings: object, tmp_path: Path) -> None:
+    """A run file may come from anybody: its id must not lead to states elsewhere on this machine."""
+    assert callable(settings)
+    post = run_remotely(settings(name="post"))
+    private = shutil.copytree(node_folder(post), tmp_path / "private")
+    for path in (str(private), f"../../../{private.name}"):
+        with forged(post.directory) as connection:
+            connection.execute("UPDATE facts SET value = ? WHERE key = 'run_id'", (json.dumps(path),))
+        with closing(Run(post.directory)) as theirs, pytest.raises(RunError, match="be 32 hexadecimal digits"):
+            stored_state(theirs.reader)(0)

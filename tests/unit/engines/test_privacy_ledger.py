@@ -45,6 +45,15 @@ def test_a_round_is_counted_once(tmp_path: Path) -> None:
     assert ledger(tmp_path).runs()[A].evaluation_epsilon == 0.5
 
 
+def test_every_round_is_counted_whatever_order_they_come_in(tmp_path: Path) -> None:
+    """The last round is counted first, and its answer fails: the rounds before it are not free."""
+    for round in (9, 1, 2, 3, 9):
+        ledger(tmp_path).charge_update(A, round, 2.0)
+        ledger(tmp_path).charge_evaluation(A, round, 0.5)
+    found = ledger(tmp_path).runs()[A]
+    assert (found.releases, found.evaluations, found.evaluation_epsilon) == (4, 4, 2.0)
+
+
 def test_nothing_is_released_beyond_the_budget_whatever_the_run_is_called(tmp_path: Path) -> None:
     one = epsilon(2.0, 1e-6, Plan("client", 1))
     most = {"total_epsilon": 2.5 * one}

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from forgery import forged
 from remote_run import (
     SiteRecorder,
     assert_same_as_in_process,
@@ -331,6 +332,27 @@ def test_a_private_run_draws_with_a_seed_that_no_site_learns(
 
 def test_a_run_that_is_not_private_has_no_secret(post: SiteRecorder, tmp_path: Path) -> None:
     assert SitesExperiment(config(tmp_path)).federate(post).reader.fact(SECRET) is None
+
+
+@pytest.mark.parametrize("value", [None, "7", "-1", "12345", '"7"', str(2**256)])
+def test_a_private_run_does_not_go_on_without_its_secret(post: SiteRecorder, tmp_path: Path, value: str | None) -> None:
+    """Noise would follow from the config that every site has."""
+    changes: dict[str, Any] = {
+        "privacy": {"noise": 0.5, "clip": 0.1, "noise_at": "server"},
+        "federation": {"rounds": 3},
+    }
+    settings = config(tmp_path, **changes)
+    with pytest.raises(Stopped):
+        SitesExperiment(settings).federate(post, observer=StopAfter(1))
+    with forged(SitesExperiment(settings).config.run_directory) as connection:
+        if value is None:
+            connection.execute("DELETE FROM facts WHERE key = ?", (SECRET,))
+        else:
+            connection.execute("UPDATE facts SET value = ? WHERE key = ?", (value, SECRET))
+    before = len(post.answers)
+    with pytest.raises(RunError, match="secret_seed"):
+        SitesExperiment(settings).federate(post, resume=True)
+    assert len(post.answers) == before
 
 
 def test_a_private_run_that_was_killed_releases_nothing_twice(

@@ -256,18 +256,15 @@ def proves(directory: Path) -> bool:
         return False
 
 
-def flips(directory: Path, count: int, seed: int) -> dict[str, int]:
-    """How single flipped bits in the used part of a run file end: told, or without any effect."""
+def flips(directory: Path, chosen: Callable[[bytes], list[tuple[int, int]]]) -> dict[str, int]:
+    """How single flipped bits, each given by its byte and its place in it, end: told, or without any effect."""
     path = directory / FILE
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
     whole, truth = path.read_bytes(), reported(directory)
-    chance = random.Random(seed)
-    places = [place for place, byte in enumerate(whole) if byte]  # most of the others is room for more
     ends = {"told": 0, "harmless": 0}
-    for _ in range(count):
+    for place, bit in chosen(whole):
         content = bytearray(whole)
-        place, bit = chance.choice(places), chance.randrange(8)
         content[place] ^= 1 << bit
         shutil.rmtree(directory)
         directory.mkdir()
@@ -285,6 +282,23 @@ def flips(directory: Path, count: int, seed: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("count", [60, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_told_or_changes_nothing(tmp_path: Path, count: int) -> None:
+    chance = random.Random(count)
+
+    def in_the_used_part(whole: bytes) -> list[tuple[int, int]]:
+        places = [place for place, byte in enumerate(whole) if byte]  # most of the others is room for more
+        return [(chance.choice(places), chance.randrange(8)) for _ in range(count)]
+
     directory = write(tmp_path / "run", [[3, 9, 7], [4, 9, 6], [5, 8, 8]])
-    ends = flips(directory, count, seed=count)
+    ends = flips(directory, in_the_used_part)
     assert ends["told"] > count / 2, ends
+
+
+def test_damage_that_sqlite_finds_in_the_middle_of_a_query_is_a_damaged_run(tmp_path: Path) -> None:
+    """The kind of every page: some of these end a query, and its transaction could then not be ended in the usual way."""
+    directory = noted_run(tmp_path / "run")
+
+    def kinds_of_pages(whole: bytes) -> list[tuple[int, int]]:
+        size = int.from_bytes(whole[16:18], "big")
+        return [(place, bit) for place in range(size, len(whole), size) for bit in range(8)]
+
+    assert flips(directory, kinds_of_pages)["told"] > 30

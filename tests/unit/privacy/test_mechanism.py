@@ -313,5 +313,6 @@ def test_a_group_with_one_number_that_is_not_finite_is_nowhere_told() -> None:
 
 
 def test_what_was_never_bounded_is_not_noised() -> None:
-    with pytest.raises(ContractError, match=r"update must be bounded to 1 before it is noised, got 1000000000"):
+    """Its size is a secret: an error may be sent to the server."""
+    with pytest.raises(ContractError, match=r"^update must be bounded to 1 before it is noised$"):
         mechanism.noised({"a": torch.full((2,), 1e9)}, {}, [Group({"a": (2,)}, 1.0)], 1.0, seeded())

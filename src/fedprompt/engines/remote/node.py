@@ -11,18 +11,16 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from fedprompt import __version__
 from fedprompt import config as configuration
 from fedprompt.backbones.vit import ViT
 from fedprompt.backbones.weight_cache import identity
 from fedprompt.client.factory import ExperimentFactory, privacy_terms
-from fedprompt.client.runtime import ClientRuntime
+from fedprompt.client.runtime import ClientRuntime, UsesTrainingImages
 from fedprompt.config import BackboneConfig, Config, DataConfig, EngineConfig, OutputConfig
 from fedprompt.config.registries import BACKBONES
 from fedprompt.core import registry, wire
@@ -31,21 +29,23 @@ from fedprompt.data.site_data import Agreed, agree, open_site, site_manifest
 from fedprompt.data.sources.base import Source
 from fedprompt.engines.remote import site_figures
 from fedprompt.engines.remote.node_state import NODES, NodeState
+from fedprompt.engines.remote.order_checks import (
+    Refusal,
+    check_backbone,
+    check_received,
+    check_rounds,
+    is_about_files,
+    is_private,
+    refuse,
+    reported,
+)
 from fedprompt.engines.remote.privacy_ledger import EXACT, PrivacyLedger
 from fedprompt.engines.remote.protocol import Answer, Meeting, Order, Setting, read_result
 from fedprompt.engines.remote.release_ledger import Entry, Ledger, question
 from fedprompt.engines.remote.run_records import RunRecord, digest, pinned_settings
 from fedprompt.engines.remote.site_policy import Refused, SitePolicy, refused_method, refused_settings
 from fedprompt.engines.remote.site_split import SiteSplit
-from fedprompt.errors import (
-    ConfigError,
-    ContractError,
-    DivergenceError,
-    FedpromptError,
-    RunError,
-    StorageError,
-    broken,
-)
+from fedprompt.errors import DivergenceError, FedpromptError, RunError
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.io.bounded_read import strict_json
 from fedprompt.io.files import write_atomically
@@ -54,21 +54,6 @@ from fedprompt.metrics.accuracy import ClientResult
 from fedprompt.privacy import mechanism
 from fedprompt.privacy.keystream import Keystream, new_keystream
 from fedprompt.tensors import Tensors
-
-REPORTED: dict[type[FedpromptError], str] = {
-    ConfigError: "config",
-    ContractError: "contract",
-    DivergenceError: "finite",
-    RunError: "state",
-}  # errors whose text contains only settings and tensor names, and the rule they are reported under
-
-
-class Refusal(Exception):
-    """A node refuses an order: the name of the rule, and a sentence without private details."""
-
-    def __init__(self, rule: str, text: str) -> None:
-        super().__init__(text)
-        self.rule = rule
 
 
 class Node(ABC):
@@ -92,7 +77,7 @@ class Node(ABC):
             failure = (refusal.rule, str(refusal))
         except FedpromptError as error:
             log(f"{type(error).__name__}: {error}")
-            failure = _reported(error)
+            failure = reported(error)
         except Exception as error:
             log(traceback.format_exc())
             failure = ("error", f"{type(error).__name__}: see the log of the node")
@@ -113,8 +98,8 @@ class Node(ABC):
         if order.kind == "meet":
             return Answer(meeting=self.meet(order.setting))
         runtime, states = self._prepared(order)
-        _check_rounds(order, runtime.config.federation.rounds)
-        _check_received(order.received, runtime)
+        check_rounds(order, runtime.config.federation.rounds)
+        check_received(order.received, runtime)
         states.begin(order)
         received = {name: tensor.to(runtime.world.device) for name, tensor in order.received.items()}
         result = withheld = None
@@ -132,7 +117,7 @@ class Node(ABC):
             packed = self.update(order, runtime, states, received)
             return Answer(result=result, withheld=withheld, packed=packed)
         except DivergenceError as error:
-            return Answer(_reported(error), result=result, withheld=withheld)
+            return Answer(reported(error), result=result, withheld=withheld)
 
     def evaluate(
         self, round: int, order: Order, runtime: ClientRuntime, states: NodeState, received: Tensors
@@ -163,7 +148,7 @@ class SimulatedNode(Node):
     def make(self, setting: Setting, client: int) -> tuple[ClientRuntime, NodeState]:
         factory = ExperimentFactory(setting.config)
         source, manifest, backbone, world = factory.prepare()
-        _check_backbone(backbone, setting)
+        check_backbone(backbone, setting)
         states = NodeState(factory.config.run_directory / NODES / setting.run)
         bank = factory.bank(source, manifest, backbone)
         return factory.client_runtime(source, world, bank, states), states
@@ -218,6 +203,8 @@ class Site(Node):
             known = ledger.answered(round, request)
         except RunError as error:
             raise Refusal("evaluation", f"evaluation: {error}") from error
+        if known is not None and not known.packed:
+            raise Refusal("evaluation", f"evaluation of round {round} has failed")
         if known is not None:
             return read_result(strict_json(known.packed.decode()))
         if record.trained > round:
@@ -227,9 +214,13 @@ class Site(Node):
         self._afford(self.spent.charge_evaluation(order.setting.run, round, cost))
         try:
             result = runtime.evaluate(round, order.client, received)
+        except UsesTrainingImages as error:
+            raise Refusal("privacy", str(error)) from error
         except Exception as error:
-            secret = _is_private(runtime) or self.policy.evaluate == "noised"
-            if not secret or _is_about_files(error):
+            if is_about_files(error):
+                raise
+            if not is_private(runtime) and self.policy.evaluate != "noised":
+                ledger.note(round, request, Entry(b"", {}))  # that it fails may depend on images: it is the answer
                 raise
             log(f"evaluation of round {round} failed: {type(error).__name__}: {error}")
             result = site_figures.nothing_right(len(images))
@@ -239,9 +230,11 @@ class Site(Node):
 
     def update(self, order: Order, runtime: ClientRuntime, states: NodeState, received: Tensors) -> bytes:
         """The same; a private run repeats the stored answer for a round that was already answered."""
+        if order.train is not None and order.keep_as is None:
+            raise RunError("order.keep_as must be a number where a state is to be kept, got None")
         run, round = order.setting.run, order.train or 0
         record = RunRecord(self._directory, run)
-        if not _is_private(runtime):
+        if not is_private(runtime):
             self._afford(self.spent.charge_update(run, round, EXACT))
             record.note_trained(round)
             return super().update(order, runtime, states, received)
@@ -261,12 +254,10 @@ class Site(Node):
 
     def _private_update(self, order: Order, runtime: ClientRuntime, states: NodeState, received: Tensors) -> bytes:
         """An update, or noise alone if training fails: whether it diverges depends on images, too."""
-        if order.train is not None and order.keep_as is None:
-            raise RunError("order.keep_as must be a number where a state is to be kept, got None")
         try:
             return super().update(order, runtime, states, received)
         except Exception as error:
-            if _is_about_files(error):
+            if is_about_files(error):
                 raise
             log(f"{_description(order)} failed: {type(error).__name__}: {error}")
             return wire.pack(runtime.nothing(order.train or 0, order.client, received))
@@ -337,14 +328,15 @@ class Site(Node):
         if record.begun_unpinned or record.pinned not in (None, digest(pinned)):
             raise Refusal("settings", f"settings of run {setting.run} must be those it began with at this site")
         backbone = self._loaded(factory)
-        _check_backbone(backbone, setting)
+        check_backbone(backbone, setting)
         world = factory.world(backbone, class_names, names)
-        _refuse(refused_method(self.policy, config, factory.method, world, client))
+        refuse(refused_method(self.policy, config, factory.method, world, client))
         own = self._source(config)
         for sentence in agree({self.name: own.class_names}, class_names).refused.values():
             raise Refusal("classes", sentence)
         if self.policy.approve and record.approved != digest(pinned):
-            record.wait(pinned)
+            if not record.wait(pinned):
+                raise Refusal("settings", f"settings of run {setting.run} must be those that wait for approval here")
             raise Refusal("approval", f"run {setting.run} must be approved by a person at this site first")
         record.pin(pinned)
         source = Agreed(own, class_names)
@@ -356,7 +348,7 @@ class Site(Node):
         runtime = ClientRuntime(config, world, factory.method, bank, states, source.domain_names)
         runtime.terms = privacy_terms(config, world, runtime.steps)
         runtime.secret = unknown_noise
-        runtime.blind = self.policy.evaluate == "noised"
+        runtime.blind = self.policy.evaluate == "noised" or self.policy.least_noise > 0
         return runtime, states
 
     def _prepared(self, order: Order) -> tuple[ClientRuntime, NodeState]:
@@ -388,7 +380,7 @@ class Site(Node):
     def _factory(self, setting: Setting) -> ExperimentFactory:
         """The run's settings, with this node's own device, weights and output directory."""
         config = self._parsed(setting)
-        _refuse(refused_settings(self.policy, config))
+        refuse(refused_settings(self.policy, config))
         device, weights = self._device, self._weights
         if weights is None and config.backbone.name not in BACKBONES:
             text = f"backbone.name must {BACKBONES.rule()}, or be given to this node by --weights"
@@ -428,58 +420,3 @@ def _description(order: Order) -> str:
         return {"meet": "introduction", "survey": "statistics"}[order.kind]
     parts = (("evaluation of round", order.evaluate), ("training of round", order.train))
     return ", ".join(f"{what} {round}" for what, round in parts if round is not None)
-
-
-def _refuse(found: Iterable[Refused]) -> None:
-    """Raise the first reason for a refusal, if any."""
-    for each in found:
-        raise Refusal(each.rule, each.text)
-
-
-def _is_private(runtime: ClientRuntime) -> bool:
-    """Whether noise is added to uploads on this side."""
-    return runtime.terms is not None and runtime.terms.settings.noise_at != "server"
-
-
-def _is_about_files(error: Exception) -> bool:
-    """Whether an error is about disks and memory. After an image was used, any other error may depend on images."""
-    return isinstance(error, OSError | MemoryError | StorageError)
-
-
-def _check_rounds(order: Order, last: int) -> None:
-    """The noise of a private run covers its own rounds, not more."""
-    for requested in (order.evaluate, order.train):
-        if requested is not None and not 1 <= requested <= last:
-            raise Refusal("round", f"round must be one of the run's 1 to {last}, got {requested}")
-
-
-def _check_received(received: Mapping[str, Tensor], runtime: ClientRuntime) -> None:
-    """Shared tensors must be as declared before an image is used; else an error would depend on images."""
-    for name, declared in runtime.world.roles.shared.items():
-        tensor = received.get(name)
-        if tensor is not None and (tensor.shape, tensor.dtype) != (declared.shape, declared.dtype):
-            rule = f"be {declared.dtype} of shape {tuple(declared.shape)}"
-            raise Refusal("order", broken(f"tensor {name!r}", rule, f"{tensor.dtype} of shape {tuple(tensor.shape)}"))
-    bound = received.get(mechanism.CLIP)
-    if bound is None:
-        return
-    settings = None if runtime.terms is None else runtime.terms.settings
-    if settings is None or settings.quantile is None or settings.noise_at != "server":
-        raise Refusal("privacy", f"order must have {mechanism.CLIP} only with privacy.quantile and noise at the server")
-    if bound.numel() != 1 or not float(bound) > 0:
-        raise Refusal("privacy", f"{mechanism.CLIP} must be one number above 0")
-
-
-def _check_backbone(backbone: ViT, setting: Setting) -> None:
-    found = identity(backbone)
-    if found != setting.backbone:
-        text = f"weights of the backbone must be the server's ({setting.backbone[:12]}...), got {found[:12]}..."
-        raise Refusal("backbone", text)
-
-
-def _reported(error: FedpromptError) -> tuple[str, str]:
-    """The part of an error that the server receives: all of it, or only its type if the text may contain images or files."""
-    for kind, rule in REPORTED.items():
-        if isinstance(error, kind):
-            return rule, str(error)
-    return "node", f"{type(error).__name__}: see the log of the node"

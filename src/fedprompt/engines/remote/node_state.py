@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fedprompt.client.client_states import ClientStates
 from fedprompt.core import wire
-from fedprompt.engines.remote.protocol import Order
-from fedprompt.errors import RunError, StorageError
+from fedprompt.engines.remote.protocol import Order, is_run
+from fedprompt.errors import RunError, StorageError, broken
 from fedprompt.io.bounded_read import read_bytes
 from fedprompt.io.files import write_atomically
 from fedprompt.runs.store import RUN_ID, RunReader
@@ -27,18 +27,26 @@ def number_of(state: Tensors | None) -> int | None:
     return None if state is None else int(state[KEPT_AS])
 
 
+def number_of_run(run: RunReader) -> str:
+    """The id of a run on nodes, which names a folder there: never a path, whatever a run file contains."""
+    found = run.fact(RUN_ID)
+    if not is_run(found):
+        raise RunError(broken(f"fact {RUN_ID!r} of {str(run.directory)!r}", "be 32 hexadecimal digits", found))
+    return str(found)
+
+
 def stored_state(run: RunReader) -> Callable[[int], bytes | None]:
     """A function that reads a client's own tensors after a run: from the run file, or from the simulated node's folder."""
     if run.fact(RUN_ID) is None:
         return run.client_state
+    nodes = run.directory / NODES / number_of_run(run)
 
     def read(client: int) -> bytes | None:
         blob = run.client_state(client)
         if blob is None:
             return None
-        folder = run.directory / NODES / str(run.fact(RUN_ID)) / str(client)
         try:
-            return read_bytes(folder / _name(int(wire.decode(blob)[KEPT_AS])), MOST_BYTES)
+            return read_bytes(nodes / str(client) / _name(int(wire.decode(blob)[KEPT_AS])), MOST_BYTES)
         except (OSError, ValueError):
             raise RunError(f"client {client} keeps its own tensors to itself, on the node it runs on") from None
 

@@ -1,6 +1,7 @@
 """The privacy cost of a site over all runs so far, on its own disk and by its own accounting.
 
-A release is counted before it is computed, so a node that is killed in between has counted too much, never too little. The sum
+A release is counted before it is computed, so a node that is killed in between has counted too much, never too little. Only the
+latest round may be counted before and computed now: a round before it is counted, even if it was counted earlier. The sum
 over runs adds the epsilon of each run at the site's own delta, and the epsilon of each noised evaluation. The noise of an update
 protects all data of the site, that of an evaluation one test image. So the sum is a bound for every single image.
 """
@@ -32,7 +33,7 @@ class Spent:
     releases: int = 0
     """Updates and surveys."""
     last: int = -1
-    """The round of the latest release; 0 for a survey."""
+    """The latest round that was counted; 0 for a survey."""
     evaluations: int = 0
     last_evaluation: int = 0
     evaluation_epsilon: float = 0.0
@@ -65,18 +66,21 @@ class PrivacyLedger:
     def charge_update(self, run: str, round: int, noise: float) -> str | None:
         """Count the release of a round, once; returns a reason instead if the budget has no room for it."""
         spent = self.runs().get(run, Spent(noise))
-        if round <= spent.last:
+        if round == spent.last:
             return None  # counted already, by a node that was killed before it could answer
         weakest = min(spent.noise, noise) if spent.releases else noise
-        return self._charged(run, replace(spent, noise=weakest, releases=spent.releases + 1, last=round))
+        return self._charged(
+            run, replace(spent, noise=weakest, releases=spent.releases + 1, last=max(round, spent.last))
+        )
 
     def charge_evaluation(self, run: str, round: int, cost: float) -> str | None:
         """The same for the figures of a round; `cost` is 0 if they are exact."""
         spent = self.runs().get(run, Spent())
-        if round <= spent.last_evaluation:
+        if round == spent.last_evaluation:
             return None
         total = spent.evaluation_epsilon + cost
-        more = replace(spent, evaluations=spent.evaluations + 1, last_evaluation=round, evaluation_epsilon=total)
+        last = max(round, spent.last_evaluation)
+        more = replace(spent, evaluations=spent.evaluations + 1, last_evaluation=last, evaluation_epsilon=total)
         return self._charged(run, more)
 
     def total(self) -> tuple[float, float]:

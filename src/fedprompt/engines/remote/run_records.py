@@ -64,9 +64,13 @@ class RunRecord:
         """The digest of the settings that a person has approved."""
         return _digest_in(self._approved)
 
-    def wait(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings to a file for a person to read."""
+    def wait(self, settings: Mapping[str, Any]) -> bool:
+        """Write the settings to a file for a person to read. False if other settings of this run wait already: a person
+        may be reading them and must approve what was read."""
+        if self._waiting.exists():
+            return _digest_in(self._waiting) == digest(settings)
         _write(self._waiting, {"digest": digest(settings), "settings": settings})
+        return True
 
     @property
     def trained(self) -> int:
