@@ -11,6 +11,7 @@ import torch
 from fedprompt.client.step import changes_images, first_block, inserted, make_batch
 from fedprompt.core.method import Method, World
 from fedprompt.errors import ContractError
+from fedprompt.features.augmentation import whole_views
 from fedprompt.features.feature_tables import tokens_name
 from fedprompt.features.image_bank import Images
 from fedprompt.random_streams import SERVER, Stream, stream
@@ -46,8 +47,9 @@ class Demands:
     costs memory.
     """
 
-    def __init__(self, world: World, cohort: int | Literal["auto"], noise: Noise) -> None:
-        self._world, self._cohort, self._noise = world, cohort, noise
+    def __init__(self, world: World, cohort: int | Literal["auto"], noise: Noise, augmented: bool = False) -> None:
+        """`augmented` says whether features of training images are computed in every step."""
+        self._world, self._cohort, self._noise, self._augmented = world, cohort, noise, augmented
         self._known: list[tuple[Method, bool, object, Demand]] = []
 
     @property
@@ -74,14 +76,16 @@ class Demands:
         return found
 
     def _asked(self, step: Method, params: Tensors, images: Images, training: bool) -> Demand:
-        world = self._world
-        image = make_batch(step, images, torch.zeros(1, dtype=torch.long), training)
+        world, first, anew = self._world, torch.zeros(1, dtype=torch.long), training and self._augmented
+        one = images.load(first, step.needs, whole_views(1)) if anew else images
+        image = make_batch(step, one, first, training)
         with torch.no_grad():
             given = step.prompts(world, params, image, self._drawn(step, 1, training))
         tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
         passes = changes_images(given, step.reads)
+        features_first = anew and (bool(step.needs) or not passes)
         return Demand(
-            per_image=given.repeat * tokens if passes else 0,
+            per_image=(given.repeat * tokens if passes else 0) + (world.tokens if features_first else 0),
             per_client=sum(world.classes * (context.tokens.shape[-2] + NAME_TOKENS) for context in given.text.values()),
             features=(*step.needs, *((tokens_name(first_block(given)),) if passes else step.reads)),
             axes=self._axes(step, training),

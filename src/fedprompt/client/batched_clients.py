@@ -20,7 +20,7 @@ from fedprompt.client.batch_schedule import Timetable
 from fedprompt.client.batch_sizing import Axes, Demand
 from fedprompt.client.step import changes_images, encode_text, first_block, inserted
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
-from fedprompt.features.feature_tables import tokens_name
+from fedprompt.features.feature_tables import LoadedRows, tokens_name
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.modules.insertion import VisionPrompt
 from fedprompt.tensors import Tensors
@@ -72,9 +72,8 @@ def _is_same(first: Tensor, other: Tensor) -> bool:
 class Folded:
     """A batch of N clients, B images each."""
 
-    indices: Tensor  # (N, B) of the images in the source
     labels: Tensor  # (N, B)
-    rows: Tensors  # (N * B, ...) features and tokens of the images, by the names of `ImageBank.prefetch`
+    rows: LoadedRows  # (N * B, ...) features and tokens of the images, by the names of `ImageBank.prefetch`
     features: Tensors  # (N, B, ...) those of them that the method needs
     weights: Tensor | None  # (N, B), 0 for copies that fill up; None where there are none
     noise: Tensors  # (N, ...)
@@ -91,28 +90,23 @@ class Folded:
         world: World,
         bank: ImageBank,
         training: bool,
+        views: Sequence[Tensor] = (),
     ) -> Folded:
-        """One step of a timetable with the draws of its clients. Here its images are decoded, or read from the cache."""
+        """One step of a timetable with the draws of its clients. Here its images are decoded, or read from the cache.
+
+        Where images are augmented, `views` has those of every client.
+        """
         sizes = table.now(step)
         count, width = len(sizes), max(sizes)
         indices = table.indices[:count, step, :width]
         weights = None
         if min(sizes) < width:
             weights = (torch.arange(width) < torch.tensor(sizes)[:, None]).to(world.device, world.dtype)
-        rows = bank.load(indices.flatten(), demand.features)
+        seen = fill_up([{"views": each} for each in views], sizes, {"views": (0, 1)})["views"] if views else None
+        rows = bank.load(indices.flatten(), demand.features, None if seen is None else seen.flatten(0, 1))
         features = {name: rows[name].unflatten(0, indices.shape) for name in method.needs}
         labels = table.labels[:count, step, :width]
-        return cls(indices, labels, rows, features, weights, fill_up(noise, sizes, demand.axes), training)
-
-    def read(self, bank: ImageBank, name: str) -> Tensor:
-        """Features (N * B, ...) of all images; those that were not announced are read now."""
-        rows = self.rows.get(name)
-        return bank.features(name, self.indices.flatten()) if rows is None else rows
-
-    def tokens(self, bank: ImageBank, start: int) -> Tensor:
-        """The inputs (N * B, T, d) of one block."""
-        rows = self.rows.get(tokens_name(start))
-        return bank.tokens(self.indices.flatten(), start) if rows is None else rows
+        return cls(labels, rows, features, weights, fill_up(noise, sizes, demand.axes), training)
 
     @property
     def images(self) -> Tensors:
@@ -150,12 +144,12 @@ def forward_together(step: Method, world: World, params: Together, bank: ImageBa
     plan, slots, contexts, extra = _asked(step, world, params, folded)
     text = encode_text(world, plan.text, contexts)
     if not changes_images(plan, step.reads):
-        found = {name: folded.read(bank, name).unflatten(0, (clients, size)) for name in step.reads}
+        found = {name: folded.rows[name].unflatten(0, (clients, size)) for name in step.reads}
         if plan.repeat > 1:
             found = {name: value.repeat(1, plan.repeat, *[1] * (value.dim() - 2)) for name, value in found.items()}
         return Seen(**found, text=text, extra=extra)
     start = first_block(plan)
-    tokens = folded.tokens(bank, start)
+    tokens = folded.rows[tokens_name(start)]
     if plan.repeat > 1:
         tokens = tokens.unflatten(0, (clients, size)).repeat(1, plan.repeat, 1, 1).flatten(0, 1)
 

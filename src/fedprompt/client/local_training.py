@@ -23,6 +23,7 @@ from fedprompt.client.step import step_loss
 from fedprompt.config import Config
 from fedprompt.core.method import Method, Progress, Stage, World
 from fedprompt.errors import ContractError, DivergenceError
+from fedprompt.features.augmentation import draw_views
 from fedprompt.features.image_bank import ImageBank, Images, LoadedImages
 from fedprompt.random_streams import Stream, stream
 from fedprompt.tensors import Tensors
@@ -59,6 +60,8 @@ class LinedUp:
     demand: Demand
     draws: list[Stream]
     """Of the random draws of the steps."""
+    augmentation: list[Stream]
+    """Of the crops and flips of the steps."""
     rates: RateSchedule
 
 
@@ -144,13 +147,18 @@ class LocalTraining:
             group = clients[start : start + size]
             images = [shares[client] for client in group]
             ahead = [torch.from_numpy(shares[client].indices) for client in clients[start + size : start + 2 * size]]
-            if ahead:  # decoded while this group trains
+            if ahead and train.augmented:  # decoded while this group trains
+                self.bank.decode_ahead(torch.cat(ahead))
+            elif ahead:
                 self.bank.prefetch(torch.cat(ahead), demand.features)
-            draws = [stream(seed, round, client, f"{purpose}noise.{stage.name}") for client in group]
+            draws, augmentation = (
+                [stream(seed, round, client, f"{purpose}{what}.{stage.name}") for client in group]
+                for what in ("noise", "augmentation")
+            )
             steps = [len(plans[client][1]) for client in group]
             rates = rate_schedule(train, stage.trainable, steps, stage.epochs, max(round, 1), rounds, fitting)
             table = timetable(images, [plans[client] for client in group])
-            yield LinedUp(group, images, table, demand, draws, rates)
+            yield LinedUp(group, images, table, demand, draws, augmentation, rates)
 
     def _stage(
         self, stage: Stage, together: Together, line: LinedUp, gradients: Gradients | None
@@ -188,10 +196,13 @@ class LocalTraining:
         """The images and random draws of one step, of one client or of several."""
         sizes = line.table.now(number)
         noise = [self.noise(method, size, True, line.draws[place]) for place, size in enumerate(sizes)]
+        train = self.config.train
+        pairs = zip(sizes, line.augmentation, strict=False)  # some clients may be done
+        views = [draw_views(train, size, draws) for size, draws in pairs] if train.augmented else []
         if len(sizes) == 1:
             positions = line.table.positions[0, number, : sizes[0]]
-            return line.images[0].load(positions, line.demand.features), noise[0]
-        return Folded.of(line.table, number, noise, line.demand, method, self.world, self.bank, training=True)
+            return line.images[0].load(positions, line.demand.features, views[0] if views else None), noise[0]
+        return Folded.of(line.table, number, noise, line.demand, method, self.world, self.bank, True, views)
 
     def _losses(self, method: Method, params: Together, inputs: Folded | tuple[LoadedImages, Tensors]) -> Tensor:
         """The losses (N,) of one step."""

@@ -66,7 +66,7 @@ class ClientRuntime:
         self.terms = terms  # of differential privacy, where it is asked for
         self.secret: Callable[[int, int], Words] = partial(_repeatable, config.seed)  # the bits of its noise
         self.blind = False  # whether a method that is evaluated may not ask for training images
-        self.demands = Demands(world, config.engine.cohort, self._noise)
+        self.demands = Demands(world, config.engine.cohort, self._noise, config.train.augmented)
         self.training = LocalTraining(config, world, bank, self._noise, self.demands)
         self.testing = Testing(config, world, method, bank, self._noise, self.demands)
 

@@ -190,6 +190,15 @@ class TrainConfig(Section):
     """Learning rate during the warm-up. When absent, the rate grows linearly from 0."""
     clip_norm: Annotated[float, Field(gt=0)] | Auto | None = "auto"
     """Largest norm of the gradient of each group of tensors (head, prompt, gate, ...) in a step. Null for no bound."""
+    random_crop: Share | None = None
+    """Train on random resized crops that keep at least this share of an image's area. Whole images when absent."""
+    random_flip: Share | None = None
+    """Probability with which a training image is mirrored, left to right. Never when absent."""
+
+    @property
+    def augmented(self) -> bool:
+        """Whether training images are new in every step, so that their features cannot be stored."""
+        return self.random_crop is not None or self.random_flip is not None
 
 
 class FederationConfig(Section):

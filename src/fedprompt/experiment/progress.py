@@ -39,6 +39,8 @@ class LiveProgress(Observer):
         self._begin = time.perf_counter()
         again = f", resumed after round {rounds_done}" if rounds_done else ""
         self._console.print(Text.assemble((self._label, "bold"), f": {safe_line(config.run_name)}{again}"))
+        if config.train.augmented:
+            self._tell("  training images are augmented: their features are computed anew in every step")
         if self._console.is_terminal:
             self._live = Live(self._panel(), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()

@@ -79,7 +79,7 @@ def computed(
     """Features of some images, part by part in their order. Images are decoded while earlier ones are computed."""
     on_cpu = backbone.device.type == "cpu"
     threads = torch.get_num_threads() if on_cpu else 1
-    size = _pass_size(len(indices), threads, backbone)
+    size = pass_size(len(indices), threads, backbone)
 
     def decoded() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for part in np.split(indices, range(size, len(indices), size)):
@@ -96,7 +96,7 @@ def computed(
         yield from ((part, rows[: len(part)]) for part, rows in passes)
 
 
-def _pass_size(images: int, threads: int, backbone: ViT) -> int:
+def pass_size(images: int, threads: int, backbone: ViT) -> int:
     """Images in a pass: equal shares of the threads, within bounds."""
     most = min(MOST_IMAGES, max(MULTIPLE, MOST_TOKENS // backbone.shape.tokens // MULTIPLE * MULTIPLE))
     share = -(-images // threads)

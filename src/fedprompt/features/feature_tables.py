@@ -3,7 +3,8 @@
 A feature belongs to an image, so all clients, partitions, seeds and methods share it. A kind of feature that fits into
 the rest of `engine.memory_gib` is kept in memory. It is also written to a file of the cache, within `engine.disk_gib`,
 for later runs and other processes; a kind that fits only there is read from the file. What fits nowhere is computed on
-demand. Only sizes and settings decide, and the bits are the same in all cases (see `compute.py`).
+demand. Only sizes and settings decide, and the bits are the same in all cases (see `compute.py`). Features of augmented
+images are computed for every batch and never stored.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
@@ -27,6 +28,7 @@ from fedprompt.config import EngineConfig
 from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.cache.prefetch import Background
 from fedprompt.data.sources.base import Source
+from fedprompt.features.augmentation import augmented_features
 from fedprompt.features.compute import Feature, block_input, computed, named
 from fedprompt.features.feature_rows import MEMORY, SUFFIX, FileRows, MemoryRows, Rows
 from fedprompt.tensors import Tensors
@@ -40,6 +42,18 @@ NEIGHBOURS = 1024  # largest number of images that are computed along with other
 def tokens_name(start: int) -> str:
     """The name of the inputs of one block, in addition to the names of `Method.needs`."""
     return f"{TOKENS}:{start}"
+
+
+class LoadedRows(dict[str, Tensor]):
+    """Features of the images of one batch by name; those that were not announced are loaded on demand."""
+
+    def __init__(self, load: Callable[[Sequence[str]], Tensors], names: Sequence[str]) -> None:
+        super().__init__(load(names))
+        self._load = load
+
+    def __missing__(self, name: str) -> Tensor:
+        self.update(self._load([name]))
+        return self[name]
 
 
 class FeatureTables:
@@ -72,10 +86,19 @@ class FeatureTables:
         """The inputs (B, T, d) of one block, for passes that no prompt enters below it."""
         return self._rows(self._feature(tokens_name(start)), indices.numpy())
 
-    def load(self, indices: Tensor, names: Sequence[str]) -> Tensors:
-        """All data a step reads of its images, by the names of `prefetch`."""
+    def load(self, indices: Tensor, names: Sequence[str], views: Tensor | None = None) -> LoadedRows:
+        """All data a step reads of its images, by the names of `prefetch`; with `views` of augmented images, computed anew."""
         wanted = indices.numpy()
-        return {name: self._rows(self._feature(name), wanted) for name in dict.fromkeys(names)}
+
+        def stored(names: Sequence[str]) -> Tensors:
+            return {name: self._rows(self._feature(name), wanted) for name in names}
+
+        def anew(names: Sequence[str]) -> Tensors:
+            assert views is not None
+            features = {name: self._feature(name) for name in names}
+            return augmented_features(self._plain, self.store, features, wanted, views)
+
+        return LoadedRows(stored if views is None else anew, tuple(dict.fromkeys(names)))
 
     def prefetch(self, indices: Tensor, names: Sequence[str]) -> None:
         """Begin to decode, in the background, those of these images whose features must be computed.
@@ -90,6 +113,13 @@ class FeatureTables:
             lacking |= ~_anywhere([rows.known(wanted) for rows in self._kept(feature)], wanted)
         if lacking.any():
             self._background.ask(lambda: self._decode_ahead(features, wanted[lacking]))
+
+    def decode_ahead(self, indices: Tensor) -> None:
+        """Begin to decode, in the background, those of these images that are not at hand."""
+        wanted = np.unique(indices.numpy())
+        wanted = wanted[~self.store.known(wanted)]
+        if len(wanted):
+            self._background.ask(lambda: self.store.decode_ahead(wanted))
 
     def settle(self) -> None:
         """Wait for all work in the background."""

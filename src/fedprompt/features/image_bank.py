@@ -14,8 +14,7 @@ from fedprompt.config import EngineConfig
 from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.partition.manifest import Manifest
 from fedprompt.data.sources.open import Source
-from fedprompt.features.feature_tables import FeatureTables, tokens_name
-from fedprompt.tensors import Tensors
+from fedprompt.features.feature_tables import FeatureTables, LoadedRows, tokens_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +63,10 @@ class Images:
         """The inputs of a block, counted after the stem; of the first one, the embedded images."""
         return self.tables.tokens(self._at(positions), start)
 
-    def load(self, positions: Tensor, names: Sequence[str]) -> LoadedImages:
-        """Some of the images with the data a step reads, by the names of `ImageBank.prefetch`."""
-        rows = self.tables.load(self._at(positions), names)
-        return LoadedImages(self, positions, self.labels[positions.to(self.labels.device)], rows)
+    def load(self, positions: Tensor, names: Sequence[str], views: Tensor | None = None) -> LoadedImages:
+        """Some of the images, or `views` of them, with the data a step reads, by the names of `ImageBank.prefetch`."""
+        rows = self.tables.load(self._at(positions), names, views)
+        return LoadedImages(self.backbone, self.labels[positions.to(self.labels.device)], rows)
 
     def _at(self, positions: Tensor) -> Tensor:
         return torch.from_numpy(self.indices[positions.numpy()])
@@ -77,29 +76,21 @@ class Images:
 class LoadedImages:
     """The images of one batch, decoded before its step begins. Positions count from 0 within the batch."""
 
-    images: Images
-    positions: Tensor
-    """Of the batch in `images`."""
+    backbone: ViT
     labels: Tensor
-    rows: Tensors
-    """Features and tokens by name. Anything else a step reads is loaded on demand."""
-
-    @property
-    def backbone(self) -> ViT:
-        return self.images.backbone
+    rows: LoadedRows
+    """Features and tokens by name."""
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return len(self.labels)
 
     def features(self, name: str, positions: Tensor) -> Tensor:
         """As `Images.features`."""
-        rows = self.rows.get(name)
-        return self.images.features(name, self.positions[positions]) if rows is None else rows[positions]
+        return self.rows[name][positions]
 
     def tokens(self, positions: Tensor, start: int = 0) -> Tensor:
         """As `Images.tokens`."""
-        rows = self.rows.get(tokens_name(start))
-        return self.images.tokens(self.positions[positions], start) if rows is None else rows[positions]
+        return self.rows[tokens_name(start)][positions]
 
 
 class ImageBank:
@@ -139,13 +130,17 @@ class ImageBank:
         """The inputs of one block, counted after the stem."""
         return self.tables.tokens(indices, start)
 
-    def load(self, indices: Tensor, names: Sequence[str]) -> Tensors:
-        """Features and tokens of images of the source, by the names of `prefetch`."""
-        return self.tables.load(indices, names)
+    def load(self, indices: Tensor, names: Sequence[str], views: Tensor | None = None) -> LoadedRows:
+        """Features and tokens of images of the source, or of `views` of them, by the names of `prefetch`."""
+        return self.tables.load(indices, names, views)
 
     def prefetch(self, indices: Tensor, names: Sequence[str]) -> None:
         """Begin to decode, in the background, the images that are needed for these features and "tokens"."""
         self.tables.prefetch(indices, names)
+
+    def decode_ahead(self, indices: Tensor) -> None:
+        """Begin to decode these images in the background."""
+        self.tables.decode_ahead(indices)
 
 
 class CommonImages(ImageBank):

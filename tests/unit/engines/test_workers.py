@@ -167,6 +167,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "secure sum": {"federation": {"secure_sum": True}},
     "liars": {"attack": {"kind": "sign_flip", "fraction": 0.4}, "aggregation": {"rule": "median"}},
     "forgers": {"attack": {"kind": "nan", "fraction": 0.2}, "guard": {"quorum": 0.5}},
+    "augmentation": {"method": {"name": "head_tune"}, "train": {"random_crop": 0.5, "random_flip": 0.5}},
     "newcomers": {"partition": {"clients": 8}, "federation": {"held_out": 0.5, "newcomer_epochs": 1}},
     "later": {"method": {"name": "fedvpt", "head": "local"}, "federation": {"evaluate_at": "after_local"}},
 }
