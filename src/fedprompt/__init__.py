@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from fedprompt.engines.kinds import register_engine
     from fedprompt.experiment import Experiment
     from fedprompt.federation.aggregate import register_aggregator
-    from fedprompt.federation.loop import Engine, Observer
+    from fedprompt.federation.loop import Engine
+    from fedprompt.federation.observer import Observer
     from fedprompt.inference.trained_client import TrainedClient
     from fedprompt.methods.bases.with_head import WithHead
     from fedprompt.methods.bases.with_local import WithLocal
@@ -61,7 +62,7 @@ _HOMES = {
     "Config": "config",
     "Run": "runs.run",
     "TrainedClient": "inference.trained_client",
-    "Observer": "federation.loop",
+    "Observer": "federation.observer",
     "Method": "core.method",
     "World": "core.method",
     "Roles": "core.roles",

@@ -169,7 +169,7 @@ def test_runs_are_filtered_and_sorted_and_the_address_keeps_it(folder: Path, vis
     write(folder / "c", [[5]], rounds=3, method={"name": "head_tune"})
     page = visit()
     count(page, ".runs tbody tr", 3)
-    page.get_by_role("button", name="Average", exact=True).click()
+    page.get_by_role("button", name="Average (final)", exact=True).click()
     assert rows(page) == ["b", "c", "a"]
     page.get_by_label("Method", exact=True).select_option("head_tune")
     assert rows(page) == ["b", "c"]

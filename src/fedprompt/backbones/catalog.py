@@ -26,6 +26,7 @@ class Named:
     source: str
     image_size: int
     """Native side in pixels; positions are interpolated to any other multiple of the patch."""
+    patch: int
     mean: Triple
     std: Triple
 
@@ -35,6 +36,7 @@ DINOV2_SMALL = Named(
     what="DINOv2 ViT-S/14, 12 blocks, width 384, 22 M parameters",
     source="asset dinov2-small, taken out of a published wheel (see `fedprompt assets`)",
     image_size=518,
+    patch=14,
     mean=IMAGENET_MEAN,
     std=IMAGENET_STD,
 )
@@ -43,6 +45,7 @@ TINY = Named(
     what="random ViT with patches of 4 pixels, 3 blocks, width 32; for tests and dry runs",
     source="built in memory from a fixed seed",
     image_size=16,
+    patch=4,
     mean=HALF,
     std=HALF,
 )
@@ -51,6 +54,7 @@ TINY_CLIP = Named(
     what="random CLIP with patches of 4 pixels, 3 blocks, widths 32, 77 text positions; for tests and dry runs",
     source="built in memory from a fixed seed",
     image_size=16,
+    patch=4,
     mean=HALF,
     std=HALF,
 )
@@ -59,6 +63,7 @@ MINI = Named(
     what="DINOv2 ViT-S/14 and the all-MiniLM-L6-v2 text tower, joined by a bridge of our own; a stand-in for CLIP",
     source="assets dinov2-small, minilm-weights, minilm-tokenizer; the bridge is in the package",
     image_size=98,
+    patch=14,
     mean=IMAGENET_MEAN,
     std=IMAGENET_STD,
 )
@@ -67,6 +72,7 @@ B16 = Named(
     what="CLIP's own ViT-B/16 image tower and the all-MiniLM-L6-v2 text tower, joined by a bridge of our own",
     source="assets clip-b16-image, minilm-weights, minilm-tokenizer; the bridge is in the package",
     image_size=112,
+    patch=16,
     mean=CLIP_MEAN,
     std=CLIP_STD,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedprompt.errors import BackboneError
@@ -27,12 +28,12 @@ def is_hub_id(name: str) -> bool:
     return _ID.match(name) is not None
 
 
-def hub_folder(name: str, revision: str | None) -> Path:
-    """Download the JSON files and the safetensors of a hub model, or find them in the hub cache."""
+def hub_folder(name: str, revision: str | None, files: Sequence[str] = _FILES) -> Path:
+    """Download the JSON files and the safetensors of a hub model, or some of them, or find them in the hub cache."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub library raises many kinds, down to those of its HTTP client
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BackboneError(

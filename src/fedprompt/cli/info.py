@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fedprompt.cli.options import AsJson, ConfigPath, Overrides, Plugins, Seeds, emit, emit_rows, load
-from fedprompt.errors import ConfigError, StorageError
+from fedprompt.errors import BackboneError, ConfigError, StorageError
 
 
 def validate(
@@ -16,10 +17,15 @@ def validate(
 ) -> None:
     """Check a config without running it."""
     configs = load(config, overrides, seed)
+    from fedprompt.backbones.image_sizes import with_image_size
     from fedprompt.core import registry
     from fedprompt.experiment.experiment import check_extensions
 
-    full = [registry.completed(each) for each in configs]
+    full = []
+    for each in configs:
+        with suppress(BackboneError):  # no hub here: the size of its images is not known
+            each, _ = with_image_size(each)
+        full.append(registry.completed(each))
     for each in full:
         check_extensions(each)
     rows = [{"run": each.run_name, "hash": each.digest(), "config": each.model_dump(mode="json")} for each in full]

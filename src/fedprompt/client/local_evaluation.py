@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from fedprompt.client.advance import Advance, Listener
 from fedprompt.client.batch_schedule import in_order, timetable
 from fedprompt.client.batch_sizing import Demand, Demands, Noise, alike
 from fedprompt.client.batched_clients import Folded, Together, forward_together, predictions_together, seen_by
@@ -53,10 +55,15 @@ class Testing:
     ) -> None:
         self.config, self.world, self.method, self.bank = config, world, method, bank
         self.noise, self.demands = noise, demands
+        self.listener: Listener | None = None
+        self._advance = Advance(None, "", 0, 0)
 
     def run(self, params: Mapping[int, Tensors], images: Mapping[int, Images], round: int) -> dict[int, Predicted]:
         """What each client predicts of all its images; a DivergenceError where that is no number."""
         found: dict[int, Predicted] = {}
+        batch = self.config.federation.evaluation_batch
+        steps = sum(math.ceil(len(each) / batch) for each in images.values())
+        self._advance = Advance(self.listener, "testing", len(params), steps)
         with torch.no_grad():
             for group, demand in self._groups(params, images):
                 if len(group) == 1:
@@ -100,6 +107,7 @@ class Testing:
             seen = forward(self.method, self.world, params, loaded, everything, batch, noise)
             draws.append(self.method.predict(self.world, params, seen, batch, noise))
             numbers.add(self.method.diagnostics(self.world, params, seen, batch), len(positions))
+            self._advance.add(1)
         return torch.cat(draws, dim=1), numbers.values()
 
     def _together(
@@ -129,4 +137,5 @@ class Testing:
                 batch = folded.of_client(place)
                 told = method.diagnostics(self.world, working.of_client(place), seen_by(seen, place), batch)
                 numbers[client].add(told, each)
+            self._advance.add(len(sizes))
         return {client: (torch.cat(parts[client], dim=1), numbers[client].values()) for client in clients}

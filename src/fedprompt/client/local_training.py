@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprompt.client.advance import Advance, Listener
 from fedprompt.client.batch_schedule import Plan, Timetable, shuffled, timetable
 from fedprompt.client.batch_sizing import Demand, Demands, Noise, alike
 from fedprompt.client.batched_clients import Folded, Together, losses_together, over_clients
@@ -70,6 +71,8 @@ class LocalTraining:
 
     def __init__(self, config: Config, world: World, bank: ImageBank, noise: Noise, demands: Demands) -> None:
         self.config, self.world, self.bank, self.noise, self.demands = config, world, bank, noise, demands
+        self.listener: Listener | None = None
+        self._advance = Advance(None, "", 0, 0)
 
     def run(
         self,
@@ -85,6 +88,10 @@ class LocalTraining:
         `fitting` before an evaluation is no part of the schedule and starts at the full rates. `gradients` changes the
         gradients of a client before they are used.
         """
+        if self.listener is not None:
+            steps = sum(self.steps(stages, trainee.images, trainee.client) for trainee in trainees)
+            doing = "fitting" if fitting or purpose else "training"
+            self._advance = Advance(self.listener, doing, len(trainees), steps)
         found: dict[int, Trained | DivergenceError] = {}
         kinds: dict[object, list[Trainee]] = {}
         for trainee in trainees:
@@ -190,6 +197,7 @@ class LocalTraining:
             together = together.changed(self._corrected(stage.step, stepped, now, number))
             done = len(line.clients) - count
             losses.append(F.pad(loss.detach(), (0, done)) if done else loss.detach())
+            self._advance.add(count)
         return together, torch.stack(losses, dim=1)
 
     def _load(self, method: Method, line: LinedUp, number: int) -> Folded | tuple[LoadedImages, Tensors]:

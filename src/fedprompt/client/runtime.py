@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from fedprompt.client.advance import Listener
 from fedprompt.client.batch_sizing import Demands
 from fedprompt.client.client_states import ClientStates
 from fedprompt.client.local_evaluation import Testing
@@ -69,6 +70,10 @@ class ClientRuntime:
         self.demands = Demands(world, config.engine.cohort, self._noise, config.train.augmented)
         self.training = LocalTraining(config, world, bank, self._noise, self.demands)
         self.testing = Testing(config, world, method, bank, self._noise, self.demands)
+
+    def listen(self, listener: Listener) -> None:
+        """Let a listener know how far training and testing are."""
+        self.training.listener = self.testing.listener = listener
 
     @cached_property
     def attackers(self) -> frozenset[int]:

@@ -140,7 +140,7 @@ class BackboneConfig(Extensible):
     name: Location = "dinov2-small"
     """The frozen model: a name from `fedprompt backbones`, a folder, a safetensors file, or a hub id."""
     image_size: Positive | None = None
-    """Side of the images in pixels. The backbone's own when absent."""
+    """Side of the images in pixels. When absent, the backbone's own, or about 100 pixels on a CPU."""
     stem: NotNegative = 0
     """Number of first blocks that no prompt may enter. Their output is kept where memory allows."""
     mean: tuple[float, float, float] | None = None
@@ -216,8 +216,8 @@ class FederationConfig(Section):
     """How updates are weighted in the average: by the number of training images, or all equally."""
     evaluate_every: Positive = 1
     """Number of rounds from one evaluation to the next."""
-    evaluate_last: NotNegative = 10
-    """Number of last rounds that are all evaluated. The summary averages them."""
+    evaluate_last: NotNegative | Auto = "auto"
+    """Number of last rounds that are all evaluated. The summary averages them. `auto`: a third of the rounds, at most 10."""
     evaluate_at: Literal["personalised", "global", "after_local"] = "personalised"
     """Which parameters of a client are evaluated, and when. See docs/concepts.md."""
     evaluation_batch: Positive = 64
@@ -230,6 +230,11 @@ class FederationConfig(Section):
     """Epochs for which a held-out client fits its head, or what else its method says, before it is evaluated."""
     away: dict[str, tuple[Positive, Positive]] = {}
     """Clients by name, each with the first and the last round in which it cannot be drawn."""
+
+    @property
+    def last_rounds(self) -> int:
+        """`evaluate_last` as a number."""
+        return max(1, min(10, self.rounds // 3)) if self.evaluate_last == "auto" else self.evaluate_last
 
     @field_validator("away")
     @classmethod

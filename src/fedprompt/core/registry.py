@@ -73,12 +73,13 @@ def setting_name(text: str) -> str:
 
 
 def completed(config: Config) -> Config:
-    """The config with every setting of its method and variant spelled out, and every `auto` of its training resolved."""
+    """The config with every setting of its method and variant spelled out, and every `auto` resolved."""
     built = build(config.method, config.variant)
     update: dict[str, Any] = {"method": {"name": config.method["name"], **_settings(getattr(built, "inner", built))}}
     if config.variant is not None:
         update["variant"] = {"name": config.variant["name"], **_settings(built)}
     update["train"] = resolve(config.train, built.recipe)
+    update["federation"] = config.federation.model_copy(update={"evaluate_last": config.federation.last_rounds})
     return config.model_copy(update=update)
 
 

@@ -80,7 +80,7 @@ class Views:
                 "version": version,
                 "after": after,
                 "entry": self._entry(follower),
-                "figures": _figures(history),
+                "figures": _figures(history, config.federation.last_rounds if config else 1),
                 "curves": _curves(history, after, every),
                 "every": every[:2],
                 "phases": history.phases,
@@ -164,13 +164,17 @@ def _whole(query: Query, name: str, default: int) -> int:
     return int(text)
 
 
-def _figures(history: History) -> dict[str, Any]:
+def _figures(history: History, last: int) -> dict[str, Any]:
+    """`average` and `worst` are final, or of the latest evaluated round; `mean` is that of the last evaluated rounds."""
+    counted = history.average[-max(1, last) :]
     best = max(range(len(history.average)), key=lambda place: history.average[place], default=None)
     trained = [loss for loss in history.losses[-1:] if loss == loss]
     return {
         "round": history.done,
         "average": plain(history.average[-1]) if history.average else None,
         "worst": plain(history.worst[-1]) if history.worst else None,
+        "mean": plain(sum(counted) / len(counted)) if counted else None,
+        "mean_of": len(counted),
         "evaluated": history.evaluated[-1] if history.evaluated else None,
         "best": None if best is None else plain(history.average[best]),
         "best_round": None if best is None else history.evaluated[best],

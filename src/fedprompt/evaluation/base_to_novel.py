@@ -33,7 +33,8 @@ from fedprompt.data.partition.split import train_and_test
 from fedprompt.data.sources.base import Source
 from fedprompt.data.sources.open import open_both
 from fedprompt.features.image_bank import CommonImages
-from fedprompt.federation.loop import AfterLastRound, Observer
+from fedprompt.federation.loop import AfterLastRound
+from fedprompt.federation.observer import Observer
 from fedprompt.runs.novel_figures import EVENT, NovelFigures, harmonic_mean, stored_figures
 from fedprompt.runs.store import RunStore
 from fedprompt.tensors import Tensors

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fedprompt import config as configuration
+from fedprompt.backbones.image_sizes import with_image_size
 from fedprompt.backbones.load import builder
 from fedprompt.backbones.weight_cache import identity
 from fedprompt.client.client_states import ClientStates
@@ -28,7 +30,8 @@ from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.evaluation.base_to_novel import novel_test
 from fedprompt.experiment.run_file import open_store, refuse_another_run, run_id
 from fedprompt.federation.aggregate import rule
-from fedprompt.federation.loop import Engine, Federation, Observer
+from fedprompt.federation.loop import Engine, Federation
+from fedprompt.federation.observer import Observer
 from fedprompt.privacy.budget import settled
 from fedprompt.privacy.mechanism import as_sent
 from fedprompt.runs.run import Run
@@ -41,6 +44,8 @@ class Experiment:
     """One config, ready to run. Building it checks everything that can be checked before the first image is decoded."""
 
     def __init__(self, config: Config | Mapping[str, Any]) -> None:
+        config, sentence = with_image_size(config if isinstance(config, Config) else configuration.parse(config))
+        self.notes = () if sentence is None else (sentence,)  # on defaults that were chosen
         self.factory = ExperimentFactory(config)
         self.config = self.factory.config
         check_extensions(self.config)
@@ -93,9 +98,12 @@ class Experiment:
         store = open_store(self.factory, source, manifest, frozen, world, bank)
         try:
             runtime = self.factory.client_runtime(source, world, bank, ClientStates(store.client_state))
+            runtime.listen(observer.stepped)
             afterwards = novel_test(runtime, prepared, self.factory.cache, store, observer)
             engine = _secured(make_engine(runtime, store, [frozen, manifest.checksum]), world.roles, self.config)
-            Federation(self.config, world, self.method, engine, store, observer, runtime.terms, afterwards).run()
+            Federation(
+                self.config, world, self.method, engine, store, observer, runtime.terms, afterwards, self.notes
+            ).run()
             backbone.assert_frozen(frozen)
         finally:
             store.close()

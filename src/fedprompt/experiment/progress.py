@@ -1,9 +1,9 @@
-"""What a person sees while a run trains: a live panel on a terminal, one line a round elsewhere."""
+"""What a person sees while a run trains: a live panel on a terminal, elsewhere one line a round and one every 15 seconds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,28 +15,39 @@ from rich.text import Text
 from fedprompt.config import Config
 from fedprompt.core.messages import COHORT, Failure, LocalUpdate
 from fedprompt.evaluation.label_check import sentence, warning
-from fedprompt.federation.loop import Observer
+from fedprompt.experiment.pace import Pace, as_time
+from fedprompt.federation.observer import Observer
 from fedprompt.io.safe_text import safe_line
+from fedprompt.metrics.accuracy import final_title, mean_title
 from fedprompt.runs.store import RoundRecord
+
+LINE_EVERY = 15.0  # seconds, inside a round, where there is no terminal
+PANEL_EVERY = 0.2
+WORTH_SAYING = 60.0  # seconds that a run must take for a line about it
 
 
 class LiveProgress(Observer):
     """Round, cohort, loss, Average, Worst Local and the time that is left."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._console = console
         self._names: Sequence[str] = ()
         self._live: Live | None = None
         self._values: dict[str, str] = {}
-        self._begin = time.perf_counter()
+        self._begin = self._shown = now()
         self._first = self._done = self._rounds = 0
         self._label = ""
+        self._doing, self._clients, self._ready = "", 0, 0
+        self._pace = Pace(self._begin)
+        self._expected = False  # whether the time of all rounds was said
+        self._figures: Mapping[str, Any] = {}
 
     def started(self, config: Config, client_names: Sequence[str], rounds_done: int) -> None:
         self._names = [safe_line(name) for name in client_names]
         self._label, self._rounds = safe_line(f"{config.label} · seed {config.seed}"), config.federation.rounds
         self._first = self._done = rounds_done
-        self._begin = time.perf_counter()
+        self._begin = self._shown = self._now()
         again = f", resumed after round {rounds_done}" if rounds_done else ""
         self._console.print(Text.assemble((self._label, "bold"), f": {safe_line(config.run_name)}{again}"))
         if config.train.augmented:
@@ -44,6 +55,9 @@ class LiveProgress(Observer):
         if self._console.is_terminal:
             self._live = Live(self._panel(), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
+
+    def noted(self, sentence: str) -> None:
+        self._tell(f"  {sentence}")
 
     def checked(self, check: Mapping[str, Any]) -> None:
         self._tell(f"  {sentence(check)}")
@@ -55,8 +69,23 @@ class LiveProgress(Observer):
         names = [self._names[client] for client in clients]
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         self._show(round=f"{round}/{self._rounds}", cohort=shown, doing="training")
+        self._turn("training", len(clients))
+
+    def surveyed(self, done: int, of: int) -> None:
+        if self._doing != "surveying":
+            self._turn("surveying", of)
+        self._ready = done
+        self._moved(0.0)
+
+    def stepped(self, doing: str, clients: int, share: float) -> None:
+        if doing == self._doing == "training":
+            self._moved(clients * share)
+        elif doing != "training":
+            self._sign_of_life(doing, clients, share)
 
     def trained(self, round: int, reply: LocalUpdate) -> None:
+        self._ready += 1
+        self._moved(0.0)
         self._show(
             doing=f"trained {self._who(reply.client)}",
             loss="-" if reply.loss is None else f"{reply.loss:.4f}",
@@ -83,6 +112,7 @@ class LiveProgress(Observer):
 
     def committed(self, record: RoundRecord) -> None:
         self._done = record.round
+        self._doing, self._shown, self._expected = "", self._now(), True
         values = {"loss": "-" if record.loss is None else f"{record.loss:.4f}", "ETA": self._left()}
         if record.summary is not None:
             values["Average"] = f"{100 * record.summary['average']:.2f} %"
@@ -93,10 +123,13 @@ class LiveProgress(Observer):
             line = f"  round {record.round}/{self._rounds}  cohort of {len(record.cohort)}  {figures}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
+    def concluded(self, figures: Mapping[str, Any]) -> None:
+        self._figures = figures
+
     def finished(self) -> None:
         self.stop()
-        figures = "  ".join(f"{key} {self._values[key]}" for key in ("Average", "Worst Local") if key in self._values)
-        self._console.print(f"  done: {figures or 'all rounds were there already'}", highlight=False)
+        figures = "  ".join(f"{title} {100 * value:.2f} %" for title, value in _concluding(self._figures).items())
+        self._console.print(f"  done: {figures or 'no round was evaluated'}", highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Give the terminal back, also when the run failed."""
@@ -112,8 +145,38 @@ class LiveProgress(Observer):
 
     def _left(self) -> str:
         done = self._done - self._first
-        seconds = (time.perf_counter() - self._begin) / max(1, done) * (self._rounds - self._done)
-        return f"{int(seconds // 60)}:{int(seconds % 60):02d}"
+        return as_time((self._now() - self._begin) / max(1, done) * (self._rounds - self._done))
+
+    def _turn(self, doing: str, clients: int) -> None:
+        """The next part of a round begins."""
+        self._doing, self._clients, self._ready = doing, clients, 0
+        self._pace = Pace(self._now())
+
+    def _moved(self, under_way: float) -> None:
+        """The clients of this part are further: those that are ready, and the share of those under way."""
+        now, share = self._now(), (self._ready + under_way) / max(1, self._clients)
+        self._pace.reached(share, now)
+        whole = self._pace.whole()
+        if not self._expected and self._doing == "training" and whole is not None:
+            self._expected = True
+            total = whole * (self._rounds - self._done)
+            if total >= WORTH_SAYING:
+                self._tell(
+                    f"  about {as_time(whole)} of training in a round, {as_time(total)} in "
+                    f"{self._rounds - self._done} rounds; evaluations come on top"
+                )
+        left = "" if whole is None else f", about {as_time(whole * (1 - self._pace.share))} left"
+        self._sign_of_life(self._doing, self._clients, self._pace.share, left)
+
+    def _sign_of_life(self, doing: str, clients: int, share: float, left: str = "") -> None:
+        if self._now() - self._shown < (LINE_EVERY if self._live is None else PANEL_EVERY):
+            return
+        self._shown = self._now()
+        text = f"{doing} {clients} clients, {100 * share:.0f} % done{left}"
+        self._show(doing=text)
+        if self._live is None:
+            where = "before round 1" if doing == "surveying" else f"round {self._done + 1}/{self._rounds}"
+            self._tell(f"  {where}: {text}")
 
     def _show(self, **values: str) -> None:
         self._values.update(values)
@@ -126,3 +189,12 @@ class LiveProgress(Observer):
         for key in ("round", "cohort", "doing", "loss", "Average", "Worst Local", "ETA"):
             table.add_row(Text(key, style="dim"), Text(self._values.get(key, "-")))
         return table
+
+
+def _concluding(figures: Mapping[str, Any]) -> dict[str, float]:
+    """The accuracies of a run as tables call them."""
+    if not figures:
+        return {}
+    over, pairs = figures["evaluations"], (("average", "Average"), ("worst", "Worst Local"))
+    means = {mean_title(title, over): figures[key] for key, title in pairs}
+    return means if over == 1 else {**{final_title(title): figures[f"final_{key}"] for key, title in pairs}, **means}

@@ -24,7 +24,8 @@ from fedprompt.engines.remote.remote_engine import Transport, remote_engine
 from fedprompt.errors import ConfigError, DataError, QuorumError, RunError, broken
 from fedprompt.experiment.experiment import Experiment
 from fedprompt.experiment.run_file import new_facts, refuse_another_run, resumed_store, run_id
-from fedprompt.federation.loop import Federation, Observer
+from fedprompt.federation.loop import Federation
+from fedprompt.federation.observer import Observer
 from fedprompt.privacy.budget import settled
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import FILE, Event, RunStore
@@ -74,7 +75,15 @@ class SitesExperiment(Experiment):
             post.number(names, Order("meet", setting).to_bytes())
             engine = remote_engine(post, setting, self.config, world, ClientStates(store.client_state))
             Federation(
-                self.config, world, self.method, engine, store, observer or Observer(), terms, secret=secret
+                self.config,
+                world,
+                self.method,
+                engine,
+                store,
+                observer or Observer(),
+                terms,
+                notes=self.notes,
+                secret=secret,
             ).run()
             backbone.assert_frozen(frozen)
         finally:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -22,8 +22,9 @@ from fedprompt.core.profiling_scope import scope
 from fedprompt.errors import ConfigError, DivergenceError, FedpromptError, QuorumError, broken
 from fedprompt.federation.aggregate import rule
 from fedprompt.federation.guard import Admitted, Guard
+from fedprompt.federation.observer import Observer
 from fedprompt.federation.stored_pool import StoredRows
-from fedprompt.metrics.accuracy import ClientResult, summarise
+from fedprompt.metrics.accuracy import ClientResult, conclude, summarise
 from fedprompt.privacy import mechanism
 from fedprompt.privacy.budget import Budget, Terms
 from fedprompt.privacy.server_noise import ServerNoise
@@ -51,24 +52,9 @@ class Engine(Protocol):
     def take_states(self) -> dict[int, bytes]: ...
 
 
-class Observer:
-    """Its methods are called during a run. This one does nothing; that of the command line draws progress."""
-
-    def started(self, config: Config, client_names: Sequence[str], rounds_done: int) -> None: ...
-    def checked(self, check: Mapping[str, Any]) -> None: ...
-    def cohort(self, round: int, clients: Sequence[int]) -> None: ...
-    def trained(self, round: int, reply: LocalUpdate) -> None: ...
-    def refused(self, round: int, failure: Failure) -> None: ...
-    def untested(self, round: int, failure: Failure) -> None: ...
-    def spent(self, round: int, epsilon: float) -> None: ...
-    def evaluated(self, round: int, done: int, of: int) -> None: ...
-    def committed(self, record: RoundRecord) -> None: ...
-    def finished(self) -> None: ...
-
-
 def is_evaluated(round: int, settings: FederationConfig) -> bool:
     """Every k-th round, and each of the last n; the last round always."""
-    return round % settings.evaluate_every == 0 or round > settings.rounds - max(1, settings.evaluate_last)
+    return round % settings.evaluate_every == 0 or round > settings.rounds - max(1, settings.last_rounds)
 
 
 @dataclass
@@ -84,6 +70,8 @@ class Federation:
     terms: Terms | None = None
     """Of differential privacy."""
     afterwards: AfterLastRound | None = None
+    notes: Sequence[str] = ()
+    """On defaults that were chosen."""
 
     secret: int | None = None
     """A seed that clients do not know, for runs in which the choice of clients and the server's noise are private."""
@@ -96,11 +84,14 @@ class Federation:
     def run(self) -> None:
         """Every round that is still missing."""
         settings = self.config.federation
-        server = self._load() or self._start()
-        self.observer.started(self.config, self.world.client_names, server.round)
+        stored = self._load()
+        self.observer.started(self.config, self.world.client_names, stored.round if stored else 0)
+        for sentence in self.notes:
+            self.observer.noted(sentence)
         label_check = self.store.fact("label_check")
         if label_check is not None:
             self.observer.checked(label_check)
+        server = stored or self._start()
         for round in range(server.round + 1, settings.rounds + 1):
             if not self._affords(round):
                 if not server.round:
@@ -110,6 +101,8 @@ class Federation:
             server = self._round(server, round)
         if self.afterwards is not None:
             self.afterwards(server.round, self.tested, self._downloads(server.for_clients(self.tested)))
+        tested = [{"round": each.round, **each.summary} for each in self.store.rounds() if each.summary is not None]
+        self.observer.concluded(conclude(tested, settings.last_rounds))
         self.observer.finished()
 
     @property
@@ -174,7 +167,10 @@ class Federation:
             if self.budget is not None and not self.budget.affords([], surveys=1):
                 raise self._no_room("the survey before round 1")
             with clock.phase("survey"):
-                replies = list(self.engine.survey(self.participants, self._downloads(server, sent)))
+                replies = []
+                for reply in self.engine.survey(self.participants, self._downloads(server, sent)):
+                    replies.append(reply)
+                    self.observer.surveyed(len(replies), len(self.participants))
                 admitted = self._admit(replies, 0, self.participants, server)
                 if not self._has_quorum(admitted, self.participants):
                     spent = [self.budget.survey()] if self.budget else []

@@ -1,6 +1,7 @@
 """Numbers of clients, rounds and runs, from counts alone.
 
-*Average* is the unweighted mean of the clients' test accuracies, *Worst Local* their minimum; both are then averaged over the last rounds.
+*Average* is the unweighted mean of the clients' test accuracies, *Worst Local* their minimum. Of a run there are two of each: that of the
+last evaluated round, which is *final*, and the *mean of the last* rounds. They are one if only the last round counts.
 Accuracies are fractions here; tables print them in per cent.
 """
 
@@ -116,6 +117,16 @@ def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 AVERAGED = ("average", "worst", "pooled", "std", "bottom_decile", "ece", "nll", "entropy", "mutual_information")
 WITHHELD = ("ece", "nll", "entropy", "mutual_information")  # absent if no client sends them
+
+
+def final_title(title: str) -> str:
+    """What the figure of the last evaluated round is called beside a mean of several."""
+    return f"{title} (final)"
+
+
+def mean_title(title: str, rounds: int | None) -> str:
+    """`Average (mean of last 3)`, or `Average` where one round is all there is. None stands for different numbers of rounds."""
+    return title if rounds in (0, 1) else f"{title} (mean of last {'rounds' if rounds is None else rounds})"
 
 
 def conclude(rounds: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
 
+from fedprompt.backbones.image_sizes import with_image_size
 from fedprompt.config import NO_RESULT, Config, config_files
 from fedprompt.core import registry
 from fedprompt.papers import provenance
@@ -39,7 +40,7 @@ class Request:
     def configs(self) -> list[Config]:
         """One complete config per run, named as `fedprompt run` would name them."""
         made = config_files.load(self.experiment.path, self._overrides(), self.seeds)
-        return [registry.completed(config) for config in made]
+        return [registry.completed(with_image_size(config)[0]) for config in made]
 
     def name(self) -> str:
         """What the names of its runs begin with, and the name of its file."""

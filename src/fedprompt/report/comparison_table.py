@@ -13,10 +13,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fedprompt.io.safe_text import safe_cell, safe_line
+from fedprompt.metrics.accuracy import final_title, mean_title
 from fedprompt.runs.families import BUDGET, TASK, Family, Labelled, Settings, disagreements, families, section
 from fedprompt.runs.novel_figures import stored_figures
 from fedprompt.runs.run import Run
@@ -54,6 +55,8 @@ class Row(Labelled):
     """Refused updates of all its runs together, by rule."""
     epsilon: float | None = None
     """The largest epsilon that one of its runs has spent; None without privacy."""
+    evaluations: int = 1
+    """Number of last evaluated rounds that its figures are means of."""
 
 
 def percent(spread: Spread) -> str:
@@ -93,9 +96,13 @@ class Column:
     """Also shown in narrow tables."""
 
 
+FINAL = ("final_average", "final_worst")  # shown where other accuracies are means of several rounds
+
 COLUMNS = (
     Column("average", "Average", percent, best=True, narrow=True),
     Column("worst", "Worst Local", percent, best=True, narrow=True),
+    Column("final_average", final_title("Average"), percent, best=True, narrow=True),
+    Column("final_worst", final_title("Worst Local"), percent, best=True),
     Column("best_average", "Best", percent),
     Column("pooled", "Pooled", percent),
     Column("std", "Client std", percent),
@@ -117,9 +124,9 @@ NOVEL_COLUMNS = (
 )
 
 EXPLANATION = (
-    "Accuracies, Client std and ECE in per cent, mean ± sample standard deviation over seeds. All are means over the "
-    "last evaluated rounds, except Best, the highest Average of any round. Up and Down are bytes per participating "
-    "client and round; Total is both directions of the whole run, and Seconds are its time."
+    "Accuracies, Client std and ECE in per cent, mean ± sample standard deviation over seeds. {over} Best is the highest "
+    "Average of any round. Up and Down are bytes per participating client and round; Total is both directions of the "
+    "whole run, and Seconds are its time."
 )
 
 NOVEL_EXPLANATION = (
@@ -129,9 +136,25 @@ NOVEL_EXPLANATION = (
 )
 
 
-def columns(rows: Sequence[Row]) -> tuple[Column, ...]:
-    """The columns of a table: those of every run, and those that some of these rows have."""
+def all_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """The columns of every run, and those that some of these rows have."""
     return COLUMNS + tuple(column for column in NOVEL_COLUMNS if any(row.values.get(column.key) for row in rows))
+
+
+def columns(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """Those of a table for people. Final figures and means of the last rounds are named apart, or are one."""
+    rounds = averaged(rows)
+    renamed = [
+        replace(column, title=mean_title(column.title, rounds)) if column.key in ("average", "worst") else column
+        for column in all_columns(rows)
+    ]
+    return tuple(column for column in renamed if rounds != 1 or column.key not in FINAL)
+
+
+def averaged(rows: Sequence[Row]) -> int | None:
+    """Number of last rounds that the figures of all these rows are means of; None where rows differ."""
+    found = {max(1, row.evaluations) for row in rows} or {1}
+    return found.pop() if len(found) == 1 else None
 
 
 def comparison(runs: Sequence[Run]) -> list[Row]:
@@ -153,6 +176,7 @@ def row_of(family: Family) -> Row:
         attacked=any(run.config.attack is not None for run in family.runs),
         refused=dict(sum((Counter(run.refused()) for run in family.runs), Counter[str]())),
         epsilon=max((spent for run in family.runs if (spent := run.epsilon()) is not None), default=None),
+        evaluations=max(run.summary().get("evaluations", 1) for run in family.runs),
     )
 
 
@@ -273,7 +297,12 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def explanations(rows: Sequence[Row]) -> list[str]:
     """What the columns mean."""
-    return [EXPLANATION] if columns(rows) == COLUMNS else [EXPLANATION, NOVEL_EXPLANATION]
+    last = "" if (rounds := averaged(rows)) is None else f"{rounds} "
+    means = (
+        f"Final figures are those of the last evaluated round, all others are means of the last {last}evaluated rounds."
+    )
+    text = EXPLANATION.format(over="All are those of the last evaluated round." if rounds == 1 else means)
+    return [text] if all_columns(rows) == COLUMNS else [text, NOVEL_EXPLANATION]
 
 
 def markdown_escape(text: str) -> str:
@@ -292,7 +321,7 @@ def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "rounds": row.rounds,
             "of": row.of,
             "finished": row.finished,
-            **{column.key: _plain(row.values.get(column.key)) for column in columns(rows)},
+            **{column.key: _plain(row.values.get(column.key)) for column in all_columns(rows)},
         }
         for row in rows
     ]
@@ -307,7 +336,7 @@ def _plain(value: Spread | None) -> dict[str, float | None] | None:
 
 def csv(rows: Sequence[Row]) -> str:
     """One line per row at full precision: `average` and `average_std`, and so on; seeds are separated by spaces."""
-    shown = columns(rows)
+    shown = all_columns(rows)
     figures = [name for column in shown for name in (column.key, f"{column.key}_std")]
     text = io.StringIO()
     writer = comma_separated.writer(text, lineterminator="\n")
@@ -332,7 +361,7 @@ def rich_table(rows: Sequence[Row]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    crowded = columns(rows) != COLUMNS
+    crowded = all_columns(rows) != COLUMNS
     shown = [column for column in columns(rows) if column.narrow and (column.best or not crowded)]
     caption = "\n".join(["per cent, mean ± std over seeds; up and down per client and round", *notes(rows)])
     table = Table(caption=Text(caption), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fedprompt.errors import RunError, broken
 from fedprompt.io.files import write_atomically
+from fedprompt.metrics.accuracy import mean_title
 from fedprompt.report import comparison_table, html_elements, method_grid
 from fedprompt.report import latex_table as latex
 from fedprompt.report.comparison_table import Row
@@ -128,7 +129,8 @@ def best(rows: Sequence[Row]) -> str:
         chosen = [rows[number] for number in sorted(comparison_table.winners(rows, key))]
         value = chosen[0].values[key] if len(chosen) == 1 and fair(rows) else None
         if value is not None:
-            sentences.append(f"Best {TITLES[key]}: {chosen[0].title}, {comparison_table.percent(value)}.")
+            title = mean_title(TITLES[key], comparison_table.averaged(rows))
+            sentences.append(f"Best {title}: {chosen[0].title}, {comparison_table.percent(value)}.")
     return " ".join(sentences)
 
 

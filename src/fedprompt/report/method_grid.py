@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
-from fedprompt.report.comparison_table import NOTHING, Cell, Row, notes, percent, row_of, winners
+from fedprompt.metrics.accuracy import mean_title
+from fedprompt.report.comparison_table import NOTHING, Cell, Row, averaged, notes, percent, row_of, winners
 from fedprompt.runs.families import TASK, Family, Settings, families, flatten, found_by, section, written
 from fedprompt.runs.run import Run
 
@@ -172,7 +173,8 @@ def remarks(grid: Arrangement) -> list[str]:
     seeds = sorted({len(row.seeds) for rows in grid.rows for row in rows.values()})
     several = " to ".join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1])))
     over = "of one seed" if several == "1" else f"mean ± sample standard deviation over {several} seeds"
-    lines = [f"Average and Worst Local in per cent, {over}; columns differ in {', '.join(grid.fields)}."]
+    figures = mean_title("Average and Worst Local", averaged([row for rows in grid.rows for row in rows.values()]))
+    lines = [f"{figures} in per cent, {over}; columns differ in {', '.join(grid.fields)}."]
     if any(not row.finished for rows in grid.rows for row in rows.values()):
         lines.append(f"{UNFINISHED} stopped before its last round.")
     if grid.left_out:

@@ -19,7 +19,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from fedprompt.errors import RunError
 from fedprompt.io.files import write_atomically
-from fedprompt.report.comparison_table import format_bytes, row_of
+from fedprompt.metrics.accuracy import mean_title
+from fedprompt.report.comparison_table import averaged, format_bytes, row_of
 from fedprompt.report.evaluated_rounds import last_results
 from fedprompt.report.method_grid import Arrangement
 from fedprompt.report.plot_style import INK, colour, marker, new_figure, plot_style, png
@@ -169,9 +170,9 @@ def draw_domains(axes: Axes, groups: Groups) -> None:
 
 
 def draw_bytes(axes: Axes, groups: Groups) -> None:
-    totals = []
-    for number, group in groups.items():
-        values = row_of(group).values
+    totals, rows = [], {number: row_of(group) for number, group in groups.items()}
+    for number, row in rows.items():
+        values = row.values
         average, sent = values["average"], values["bytes_total"]
         if average is None or sent is None:
             continue
@@ -180,7 +181,8 @@ def draw_bytes(axes: Axes, groups: Groups) -> None:
         axes.errorbar(
             sent.mean, 100 * average.mean, error, color=colour(number), marker=marker(number), markersize=8, capsize=3
         )
-    axes.set(title="Communication", xlabel="Bytes sent in the whole run, up and down", ylabel="Average (%)")
+    title = mean_title("Average", averaged([*rows.values()]))
+    axes.set(title="Communication", xlabel="Bytes sent in the whole run, up and down", ylabel=f"{title}, %")
     scale_bytes(axes, totals)
 
 

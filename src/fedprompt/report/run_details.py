@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from fedprompt.metrics.accuracy import final_title, mean_title
 from fedprompt.report import html_elements
 from fedprompt.report.comparison_table import NOTHING, Cell, format_bytes
 from fedprompt.report.evaluated_rounds import last_results
@@ -82,10 +83,18 @@ def versions(runs: Sequence[Run]) -> str:
 
 
 def runs_section(runs: Sequence[Run]) -> str:
-    head = ["Run", "Method", "Seed", "Rounds", "Average", "Worst Local", "Seconds", "Config digest"]
+    counted = {run.summary().get("evaluations", 1) for run in runs}
+    over = counted.pop() if len(counted) == 1 else None
+    figures = [
+        mean_title("Average", over),
+        mean_title("Worst Local", over),
+        *map(final_title, ("Average", "Worst Local")),
+    ]
+    shown = figures[:2] if over == 1 else figures
+    head = ["Run", "Method", "Seed", "Rounds", *shown, "Seconds", "Config digest"]
     return html_elements.section(
         "Runs",
-        html_elements.table("Runs", head, [run_line(run) for run in runs]),
+        html_elements.table("Runs", head, [run_line(run, len(shown)) for run in runs]),
         html_elements.paragraph(
             "The whole config of every run, its rounds and its events are in the file, not on paper.", "paper"
         ),
@@ -93,14 +102,15 @@ def runs_section(runs: Sequence[Run]) -> str:
     )
 
 
-def run_line(run: Run) -> list[Cell]:
-    summary = run.summary()
+def run_line(run: Run, figures: int) -> list[Cell]:
+    """With that many accuracies: means of the last rounds, and final ones where these are others."""
+    summary, keys = run.summary(), ("average", "worst", "final_average", "final_worst")[:figures]
     cells = [
         run.name,
         run.config.label,
         str(run.config.seed),
         f"{rounds_done(run)}/{run.config.federation.rounds}" + ("" if run.finished else ", unfinished"),
-        *(written(summary.get(key), "{:.2%}") for key in ("average", "worst")),
+        *(written(summary.get(key), "{:.2%}") for key in keys),
         written(sum(summary["seconds"].values()), "{:.1f}"),
         run.config.digest()[:12],
     ]

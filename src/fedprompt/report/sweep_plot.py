@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from fedprompt.io.files import write_atomically
-from fedprompt.report.comparison_table import row_of
+from fedprompt.metrics.accuracy import mean_title
+from fedprompt.report.comparison_table import averaged, row_of
 from fedprompt.report.plot_style import new_figure, plot_style, png
 from fedprompt.report.plots import add_legend, draw_band, dress
 from fedprompt.runs.families import Family, families, written
@@ -36,6 +37,7 @@ def sweep_curves(runs: Sequence[Run], field: str) -> Figure:
     lines: dict[str, list[Family]] = defaultdict(list)
     for group in families(runs, field):
         lines[group.title].append(group)
+    over = averaged([row_of(group) for groups in lines.values() for group in groups])
     axis = Axis([setting(run, field) for run in runs])
     with plot_style():
         figure = new_figure(10.4, 4.2)
@@ -43,7 +45,7 @@ def sweep_curves(runs: Sequence[Run], field: str) -> Figure:
             axes = figure.add_subplot(1, len(PANELS), position)
             for number, groups in enumerate(lines.values()):
                 draw_line(axes, number, key, {axis.place(setting(group.runs[0], field)): group for group in groups})
-            axes.set(title=title, xlabel=field, ylabel="Accuracy (%)")
+            axes.set(title=mean_title(title, over), xlabel=field, ylabel="Accuracy (%)")
             axis.dress(axes)
             show_no_noise(axes)
         add_legend(figure, dict(enumerate(groups[0] for groups in lines.values())))

@@ -96,7 +96,7 @@ class Run:
             "family": settings.family(),
             "rounds": records[-1].round if records else 0,
             "of": settings.federation.rounds,
-            **conclude(self.history(), settings.federation.evaluate_last),
+            **conclude(self.history(), settings.federation.last_rounds),
             "bytes_down": sum(record.bytes_down for record in records),
             "bytes_up": sum(record.bytes_up for record in records),
             "refused": self.refused(),

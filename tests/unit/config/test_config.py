@@ -8,7 +8,9 @@ import pytest
 
 from fedprompt import config
 from fedprompt.config import config_files
+from fedprompt.core import registry
 from fedprompt.errors import ConfigError
+from fedprompt.federation.loop import is_evaluated
 
 pytestmark = pytest.mark.unit
 
@@ -275,3 +277,22 @@ def test_a_missing_file_is_told_by_name(tmp_path: Path) -> None:
 def test_a_difference_names_the_field_and_both_values() -> None:
     lines = config.difference({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5}, "d": 3})
     assert lines == ["a.c: 2 -> 5"]
+
+
+@pytest.mark.parametrize(("rounds", "last"), [(1, 1), (2, 1), (3, 1), (8, 2), (9, 3), (10, 3), (30, 10), (300, 10)])
+def test_at_most_a_third_of_the_rounds_are_averaged_where_nothing_else_is_said(rounds: int, last: int) -> None:
+    settings = config.parse({"federation": {"rounds": rounds}}).federation
+    assert settings.last_rounds == last
+    assert [
+        is_evaluated(round, settings.model_copy(update={"evaluate_every": 1000})) for round in range(1, rounds + 1)
+    ] == [round > rounds - last for round in range(1, rounds + 1)]
+
+
+def test_a_given_number_of_last_rounds_is_kept() -> None:
+    assert config.parse({"federation": {"rounds": 3, "evaluate_last": 10}}).federation.last_rounds == 10
+
+
+def test_a_completed_config_holds_the_number_of_last_rounds() -> None:
+    full = registry.completed(config.parse({"federation": {"rounds": 9}}))
+    assert full.federation.evaluate_last == 3
+    assert full.digest() == registry.completed(config.parse({"federation": {"rounds": 9, "evaluate_last": 3}})).digest()

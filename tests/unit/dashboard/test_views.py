@@ -127,6 +127,16 @@ def test_another_run_under_the_same_name_replaces_what_was_known(tmp_path: Path,
     assert [point[:2] for point in second["curves"]["accuracy"]["points"]] == [[1, 0.9], [2, 0.9]]
 
 
+def test_the_final_average_and_the_mean_of_the_last_rounds_are_figures_of_their_own(
+    tmp_path: Path, views: Views
+) -> None:
+    store = begin(tmp_path / "run", rounds=9)
+    for round, correct in enumerate((9, 8, 6, 4), start=1):
+        commit(store, round, [correct])
+    figures = views.run({"id": id_of(views)})["figures"]
+    assert (figures["average"], figures["mean"], figures["mean_of"]) == (0.4, pytest.approx(0.6), 3)
+
+
 def test_figures_of_a_run_are_its_own(tmp_path: Path, views: Views) -> None:
     events = [Event(1, "refused", json.dumps({"rule": "norm", "value": "too long"})), Event(None, "label_check", "hm")]
     store = begin(tmp_path / "run", rounds=3)

@@ -8,7 +8,18 @@ import pytest
 from rich.console import Console
 
 from fedprompt.report import comparison_table
-from fedprompt.report.comparison_table import Spread, comparison, format_bytes, notes, spread
+from fedprompt.report.comparison_table import (
+    Spread,
+    cells,
+    columns,
+    comparison,
+    explanations,
+    format_bytes,
+    header,
+    json_rows,
+    notes,
+    spread,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -28,10 +39,42 @@ def test_mean_and_sample_deviation_over_seeds(runs):
 
 
 def test_average_and_worst_are_those_of_the_formula(write):
-    row = comparison([write("a", [[9, 5], [8, 6]])])[0]
+    row = comparison([write("a", [[9, 5], [8, 6]], federation={"rounds": 2, "evaluate_last": 2})])[0]
     assert value(row, "average") == Spread(pytest.approx((0.7 + 0.7) / 2), None)
     assert value(row, "worst").mean == pytest.approx((0.5 + 0.6) / 2)
     assert value(row, "std").mean == pytest.approx((0.2 + 0.1) / 2)
+
+
+def test_final_figures_and_means_of_the_last_rounds_have_names_of_their_own(write):
+    rows = comparison([write("a", [[9, 5], [8, 6], [4, 2]], federation={"rounds": 3, "evaluate_last": 2})])
+    line = dict(zip(header(columns(rows)), (cell.text for cell in cells(rows, columns(rows))[0]), strict=True))
+    assert line["Average (mean of last 2)"] == "50.00"
+    assert line["Average (final)"] == "30.00"
+    assert line["Worst Local (mean of last 2)"] == "40.00"
+    assert line["Worst Local (final)"] == "20.00"
+    assert "Average" not in line
+    assert "all others are means of the last 2 evaluated rounds" in explanations(rows)[0]
+
+
+def test_where_only_the_last_round_counts_there_is_one_name(write):
+    rows = comparison([write("a", [[9, 5], [4, 2]], federation={"rounds": 2, "evaluate_last": 1})])
+    assert header(columns(rows))[1:4] == ["Average", "Worst Local", "Best"]
+    assert "All are those of the last evaluated round." in explanations(rows)[0]
+
+
+def test_rows_that_are_means_of_different_numbers_of_rounds_do_not_name_one_of_them(write):
+    made = [
+        write("a", [[9], [8]], federation={"rounds": 2, "evaluate_last": 2}),
+        write("b", [[9], [8]], federation={"rounds": 2, "evaluate_last": 1}),
+    ]
+    assert "Average (mean of last rounds)" in header(columns(comparison(made)))
+
+
+def test_json_has_the_same_keys_whatever_the_table_shows(write):
+    for last in (1, 2):
+        federation = {"rounds": 2, "evaluate_last": last}
+        row = json_rows(comparison([write(f"a{last}", [[9], [7]], federation=federation)]))[0]
+        assert (row["average"]["mean"], row["final_average"]["mean"]) == (pytest.approx(0.7 if last == 1 else 0.8), 0.7)
 
 
 def test_best_is_the_highest_average_of_any_round(write):

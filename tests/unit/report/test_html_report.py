@@ -78,7 +78,7 @@ def test_page_flags_the_unfinished_run(seen):
 
 
 def test_page_holds_config_versions_and_backbone_digest_of_a_run(seen, runs):
-    assert "evaluate_last: 10" in seen.text
+    assert "evaluate_last: 1" in seen.text
     assert runs[0].reader.fact("backbone") in seen.text
     assert f"torch {runs[0].reader.fact('versions')['torch']}" in seen.text
 

@@ -19,8 +19,8 @@ const SORTS = {
   seed: { title: "Seed", by: (a, b) => (a.seed ?? Infinity) - (b.seed ?? Infinity) },
   data: { title: "Data", by: (a, b) => order(a.data).localeCompare(order(b.data)) },
   rounds: { title: "Rounds", by: (a, b) => b.rounds / (b.of || 1) - a.rounds / (a.of || 1) },
-  average: { title: "Average", by: (a, b) => (b.average ?? -1) - (a.average ?? -1) },
-  worst: { title: "Worst Local", by: (a, b) => (b.worst ?? -1) - (a.worst ?? -1) },
+  average: { title: "Average (final)", by: (a, b) => (b.average ?? -1) - (a.average ?? -1) },
+  worst: { title: "Worst Local (final)", by: (a, b) => (b.worst ?? -1) - (a.worst ?? -1) },
   changed: { title: "Changed", by: (a, b) => (b.changed ?? 0) - (a.changed ?? 0) },
 };
 const COLUMNS = ["name", "status", "method", "seed", "data", "rounds", "average", "worst", "changed"];
