@@ -54,6 +54,8 @@ class Row(Labelled):
     """Refused updates of all its runs together, by rule."""
     epsilon: float | None = None
     """The largest epsilon that one of its runs has spent; None without privacy."""
+    images: str = "test"
+    """Which images its accuracies are of: those of the test, test images read once, or validation images."""
 
 
 def percent(spread: Spread) -> str:
@@ -147,6 +149,8 @@ def row_of(family: Family) -> Row:
         seeds=tuple(run.config.seed for run in family.runs),
         rounds=family.rounds,
         of=family.of,
+        ended=family.ended,
+        images=_images(family),
         values={column.key: spread(values[column.key] for values in each) for column in (*COLUMNS, *NOVEL_COLUMNS)},
         settings=family.settings,
         repeated=family.repeated,
@@ -154,6 +158,19 @@ def row_of(family: Family) -> Row:
         refused=dict(sum((Counter(run.refused()) for run in family.runs), Counter[str]())),
         epsilon=max((spent for run in family.runs if (spent := run.epsilon()) is not None), default=None),
     )
+
+
+def _images(family: Family) -> str:
+    if family.runs[0].config.federation.evaluate_on == "test":
+        return "test"
+    if any(run.final_test is None for run in family.runs):
+        return "validation"
+    chosen = (
+        "the round that was best on"
+        if family.runs[0].config.federation.select == "best"
+        else "the last round; rounds had"
+    )
+    return f"once, with {chosen} validation images"
 
 
 def figures(run: Run) -> dict[str, float | None]:
@@ -196,6 +213,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if row.refused
     ]
+    validation = [row.title for row in rows if row.images == "validation"]
+    once = [f"{row.title}: {row.images}" for row in rows if row.images not in ("test", "validation")]
     private = [f"{row.title}: {row.epsilon:.3g}" for row in rows if row.epsilon is not None]
     lines = [
         ("Not comparable, these settings differ", task),
@@ -203,6 +222,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Only clients held out of training are evaluated", newcomers),
         ("Clients that are evaluated for all, drawn once", [f"{who}: {count}" for who, count in some if count]),
         ("Some clients are malicious, and only the others are evaluated", attacked),
+        ("Accuracies of validation images, not of test images", validation),
+        ("Test images were read", once),
         ("Updates refused by the guard", refused),
         ("Differential privacy, epsilon spent", private),
         ("Unfinished", early),
