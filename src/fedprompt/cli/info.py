@@ -118,6 +118,7 @@ def partition(
             "client": client.name,
             "train": len(client.train),
             "test": len(client.test),
+            **({"validation": len(client.validation)} if len(client.validation) else {}),
             "classes": {manifest.class_names[c]: int(count) for c, count in enumerate(counts) if count},
         }
         for client, counts in zip(manifest.clients, matrix, strict=True)
@@ -126,7 +127,8 @@ def partition(
     if show:
         for row in rows:
             counts = "  ".join(f"{name} {count}" for name, count in row["classes"].items())
-            lines.append(f"{row['client']:16} train {row['train']:5} test {row['test']:5}  {counts}")
+            kept = f" validation {row['validation']:5}" if "validation" in row else ""
+            lines.append(f"{row['client']:16} train {row['train']:5} test {row['test']:5}{kept}  {counts}")
     emit({"checksum": manifest.checksum, "clients": rows}, as_json, "\n".join(lines))
 
 

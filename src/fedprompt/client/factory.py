@@ -27,7 +27,7 @@ from fedprompt.data.partition.divide import make_manifest
 from fedprompt.data.partition.manifest import Manifest
 from fedprompt.data.sources.base import Source
 from fedprompt.data.sources.open import open_both
-from fedprompt.errors import ConfigError, broken
+from fedprompt.errors import ConfigError, DataError, broken
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.federation.compatibility import check_protections
 from fedprompt.io.files import cache_directory
@@ -58,6 +58,9 @@ class ExperimentFactory:
         config = self.config
         source, novel = open_both(config.data, self.cache)
         manifest = make_manifest(source, config.data, config.partition, config.seed)
+        if config.federation.evaluate_on == "validation" and manifest.clients.validation is None:
+            rule = "have validation images for federation.evaluate_on: validation, or data.validation be given"
+            raise DataError(broken("partition.manifest", rule, "none"))
         backbone = self.backbone()
         world = self.world(backbone, source.class_names, manifest.clients.names)
         if novel is not None:

@@ -255,11 +255,15 @@ class ClientRuntime:
         return now, kept
 
     def test(self, round: int, client: int, params: Tensors) -> ClientResult:
-        """Count what some parameters get right of a client's test images."""
+        """Count what some parameters get right of the images that a client is evaluated on."""
         return self.test_together(round, {client: params})[client]
 
-    def test_together(self, round: int, params: Mapping[int, Tensors]) -> dict[int, ClientResult]:
-        images = {client: self.bank.images(client, "test") for client in params}
+    def test_together(
+        self, round: int, params: Mapping[int, Tensors], part: str | None = None
+    ) -> dict[int, ClientResult]:
+        """The same for several clients, and for the images of another part than `federation.evaluate_on`."""
+        part = part or self.config.federation.evaluate_on
+        images = {client: self.bank.images(client, part) for client in params}
         found = self.testing.run(params, images, round)
         return {
             client: score(draws, images[client].labels, images[client].domains, self.domain_names, numbers)

@@ -11,15 +11,17 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
@@ -55,25 +57,50 @@ def _on_disk(value: str) -> str:
 Location = Annotated[str, AfterValidator(_on_disk)]  # a path, or a name that may be one
 
 
+def _validation_size(value: Any) -> Any:
+    """No images are no validation split."""
+    share, number = type(value) is float and 0 <= value < 1, type(value) is int and 0 <= value < 2**31
+    if not (value is None or share or number):
+        raise ValueError("be a share below 1, or a whole number of images per domain and class")
+    return value or None
+
+
+ValidationSize = Annotated[
+    Annotated[int, Field(ge=0, lt=2**31)] | Annotated[float, Field(ge=0, lt=1)] | None,
+    BeforeValidator(_validation_size),
+]
+
+
 class Section(BaseModel):
     """Unknown keys are errors, and nothing is converted silently: the text "False" is not a boolean."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
-class Extensible(Section):
-    """A section that names something others can add to. Where there are no `options`, hashes and run files have none."""
+class Grown(Section):
+    """A section with settings that were added later. At their defaults they are absent from hashes and run files, so that
+    those of earlier versions stay equal.
+    """
+
+    later: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap")
-    def _without_no_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        if not values.get("options", True):
-            del values["options"]
-        return values
+        defaults = {name: type(self).model_fields[name].default for name in self.later}
+        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+
+
+class Extensible(Grown):
+    """A section that names something others can add to. Where there are no `options`, hashes and run files have none."""
+
+    later: ClassVar[tuple[str, ...]] = ("options",)
 
 
 class DataConfig(Extensible):
     """Which images there are, and how they become squares."""
+
+    later: ClassVar[tuple[str, ...]] = ("options", "validation")
 
     source: Location = "embedded"
     """Where the images come from: `embedded`, `tiny`, a folder, a parquet file, or `hub:owner/name`."""
@@ -92,7 +119,9 @@ class DataConfig(Extensible):
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Share of the images that become test images, where the source has no split of its own."""
     split_seed: NotNegative = 0
-    """Seed that chooses those test images."""
+    """Seed that chooses those test images, and the validation images."""
+    validation: ValidationSize = None
+    """Training images of each client that become validation images: a share, or a number per domain and class. None when absent."""
     resize: Literal["squash", "crop"] = "squash"
     """How an image becomes a square: `squash` ignores its proportions, `crop` keeps the centre."""
     options: dict[str, Any] = {}
@@ -201,8 +230,10 @@ class TrainConfig(Section):
         return self.random_crop is not None or self.random_flip is not None
 
 
-class FederationConfig(Section):
+class FederationConfig(Grown):
     """Rounds, participation, aggregation and evaluation."""
+
+    later: ClassVar[tuple[str, ...]] = ("evaluate_on", "select", "patience")
 
     rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 10
     """Number of rounds."""
@@ -220,6 +251,12 @@ class FederationConfig(Section):
     """Number of last rounds that are all evaluated. The summary averages them. `auto`: a third of the rounds, at most 10."""
     evaluate_at: Literal["personalised", "global", "after_local"] = "personalised"
     """Which parameters of a client are evaluated, and when. See docs/concepts.md."""
+    evaluate_on: Literal["test", "validation"] = "test"
+    """Images of the evaluations in rounds. With `validation`, test images are read once, after the last round."""
+    select: Literal["last", "best"] = "last"
+    """Round whose parameters are tested at the end: the last one, or the one with the best Average on validation images."""
+    patience: Positive | None = None
+    """End the run after this many rounds without a better Average on validation images. All rounds when absent."""
     evaluation_batch: Positive = 64
     """Images in one batch of an evaluation."""
     evaluate_clients: Positive | None = None
@@ -243,6 +280,14 @@ class FederationConfig(Section):
             if first > last:
                 raise ValueError(f"give the first round before the last one ({name} has {first} and {last})")
         return value
+
+    @model_validator(mode="after")
+    def _choosing_needs_validation(self) -> FederationConfig:
+        if self.evaluate_on == "test" and (self.select == "best" or self.patience is not None):
+            raise ValueError(
+                "have evaluate_on: validation where select is best or patience is given: no round may be chosen on test images"
+            )
+        return self
 
 
 class GuardConfig(Section):
@@ -421,6 +466,15 @@ class Config(Section):
         if value not in PRIVACY_PRESETS:
             raise ValueError(f"be a section, or one of {', '.join(PRIVACY_PRESETS)}")
         return PRIVACY_PRESETS[value]
+
+    @field_validator("federation")
+    @classmethod
+    def _has_validation_images(cls, value: FederationConfig, info: ValidationInfo) -> FederationConfig:
+        data, partition = info.data.get("data"), info.data.get("partition")
+        given = data is None or partition is None or data.validation is not None or partition.scheme == "manifest"
+        if value.evaluate_on == "validation" and not given:
+            raise ValueError("have evaluate_on: test unless data.validation is given, such as 0.2")
+        return value
 
     def digest(self) -> str:
         """The identity of what is computed: equal digests give equal results, but for the rounding of another engine."""

@@ -35,6 +35,7 @@ from fedprompt.data.sources.open import open_both
 from fedprompt.features.image_bank import CommonImages
 from fedprompt.federation.loop import AfterLastRound
 from fedprompt.federation.observer import Observer
+from fedprompt.runs.final_figures import stored_results
 from fedprompt.runs.novel_figures import EVENT, NovelFigures, harmonic_mean, stored_figures
 from fedprompt.runs.store import RunStore
 from fedprompt.tensors import Tensors
@@ -121,7 +122,8 @@ def novel_test(
     test = BaseToNovel.prepare(runtime, prepared.source, prepared.manifest, novel, prepared.backbone, cache)
 
     def afterwards(round: int, clients: Sequence[int], download: Download) -> None:
-        found = store.evaluations(round)  # the last round is always evaluated
+        # the last round is always evaluated; where that was on validation images, the final test came before
+        found = store.evaluations(round) if config.federation.evaluate_on == "test" else stored_results(store)
         local = {client: result["correct"] / result["samples"] for client, result in found.items()}
 
         def progress(done: int) -> None:

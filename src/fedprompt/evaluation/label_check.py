@@ -34,19 +34,20 @@ WORDS = "a photo of a"
 LabelCheck = dict[str, Any]  # plain figures, as the run file keeps them
 
 
-def check_labels(world: World, bank: ImageBank, seed: int) -> LabelCheck | None:
-    """The figures for a federation; None where there is only one class to name."""
+def check_labels(world: World, bank: ImageBank, seed: int, part: str = "test") -> LabelCheck | None:
+    """The figures for a federation; None where there is only one class to name. `part` says which images are looked at."""
     if world.classes < 2:
         return None
-    sizes = bank.sizes("test")
+    sizes = bank.sizes(part)
     indices, labels = [], []
     for client, count in enumerate(evenly(sizes, IMAGES)):
         if count:
-            images, positions = bank.images(client, "test"), spaced(int(sizes[client]), count)
+            images, positions = bank.images(client, part), spaced(int(sizes[client]), count)
             indices.append(torch.from_numpy(images.indices)[positions])
             labels.append(images.labels[positions.to(images.labels.device)])
     features = bank.tables.features("image", torch.cat(indices), alone=True)
-    return figures(features, torch.cat(labels), world.text.encode_words(WORDS), seed)
+    found = figures(features, torch.cat(labels), world.text.encode_words(WORDS), seed)
+    return found if part == "test" else {**found, "part": part}
 
 
 def figures(images: Tensor, labels: Tensor, text: Tensor, seed: int) -> LabelCheck:
@@ -79,7 +80,7 @@ def sentence(check: Mapping[str, Any]) -> str:
     share = {name: f"{100 * check[name]:.1f} %" for name in ("right", "permuted", "chance")}
     return (
         f"label check: zero-shot {share['right']}, with permuted names {share['permuted']}, chance {share['chance']} "
-        f"({check['images']} test images, {check['classes']} classes)"
+        f"({check['images']} {check.get('part', 'test')} images, {check['classes']} classes)"
     )
 
 

@@ -27,7 +27,7 @@ from fedprompt.engines import kinds
 from fedprompt.engines.remote.protocol import Setting
 from fedprompt.engines.remote.remote_engine import Transport, remote_engine
 from fedprompt.errors import ConfigError, RunError, broken
-from fedprompt.evaluation.base_to_novel import novel_test
+from fedprompt.evaluation.final_test import tests_at_the_end
 from fedprompt.experiment.run_file import open_store, refuse_another_run, run_id
 from fedprompt.federation.aggregate import rule
 from fedprompt.federation.loop import Engine, Federation
@@ -64,8 +64,12 @@ class Experiment:
     def method(self) -> Method:
         return self.factory.method
 
-    def run(self, resume: bool = False, observer: Observer | None = None) -> Run:
-        """Train until the last round. With `resume`, go on after the last committed round of the same config."""
+    def run(self, resume: bool = False, observer: Observer | None = None, test: bool = True) -> Run:
+        """Train until the last round. With `resume`, go on after the last committed round of the same config.
+
+        Without `test`, the tests after the last round are left out: where rounds are evaluated on validation images, no
+        test image is read.
+        """
         config, observer = self.config, observer or Observer()
         if config.engine.kind == "flower":
             raise ConfigError(broken("engine.kind", "be run by `fedprompt federate run`: clients are sites", "flower"))
@@ -78,7 +82,8 @@ class Experiment:
             if config.engine.workers:
                 self._require_own_method("engine.workers", "0", config.engine.workers)
             with kinds.opener(config)() as make:
-                self._run(lambda runtime, store, ground: make(runtime, ground), self.factory.prepare(), observer)
+                prepared = self.factory.prepare()
+                self._run(lambda runtime, store, ground: make(runtime, ground), prepared, observer, test)
         return Run(config.run_directory)
 
     def run_remotely(self, prepared: Prepared, observer: Observer, post: Transport) -> None:
@@ -91,7 +96,7 @@ class Experiment:
 
         self._run(make, prepared, observer)
 
-    def _run(self, make_engine: MakeEngine, prepared: Prepared, observer: Observer) -> None:
+    def _run(self, make_engine: MakeEngine, prepared: Prepared, observer: Observer, test: bool = True) -> None:
         source, manifest, backbone, world = prepared
         frozen = identity(backbone)
         bank = self.factory.bank(source, manifest, backbone)
@@ -99,7 +104,7 @@ class Experiment:
         try:
             runtime = self.factory.client_runtime(source, world, bank, ClientStates(store.client_state))
             runtime.listen(observer.stepped)
-            afterwards = novel_test(runtime, prepared, self.factory.cache, store, observer)
+            afterwards = tests_at_the_end(runtime, prepared, self.factory.cache, store, observer) if test else None
             engine = _secured(make_engine(runtime, store, [frozen, manifest.checksum]), world.roles, self.config)
             Federation(
                 self.config, world, self.method, engine, store, observer, runtime.terms, afterwards, self.notes
@@ -112,9 +117,15 @@ class Experiment:
         """The same with every client as a separate node, simulated by Flower."""
         from fedprompt.engines.flower.simulation import simulate
 
-        if self.config.data.novel:
-            rule = "be 0 with engine.kind: flower-simulation, whose clients keep their states to themselves"
-            raise ConfigError(broken("data.novel", rule, self.config.data.novel))
+        for field, value, instead in (
+            ("data.novel", self.config.data.novel, "0"),
+            ("federation.evaluate_on", self.config.federation.evaluate_on, "test"),
+        ):
+            if value not in (0, "test"):
+                rule = (
+                    f"be {instead} with engine.kind: flower-simulation, whose clients keep their states to themselves"
+                )
+                raise ConfigError(broken(field, rule, value))
         self._require_own_method("engine.kind", "in-process", self.config.engine.kind)
         prepared = self.factory.prepare()
         clients = len(prepared.world.client_names)

@@ -60,7 +60,8 @@ def open_store(
         **new_facts(factory.config, manifest, frozen),
         class_counts.FACT: class_counts.packed(manifest, source.labels),
     }
-    check = check_labels(world, bank, factory.config.seed) if factory.method.uses_text else None
+    part = factory.config.federation.evaluate_on
+    check = check_labels(world, bank, factory.config.seed, part) if factory.method.uses_text else None
     if check is None:
         return RunStore.create(factory.config.run_directory, facts)
     text = warning(check)

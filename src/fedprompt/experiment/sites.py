@@ -180,6 +180,8 @@ MISSING = {"federation.secure_sum": "; docs/secure_sum.md, Over sites, says what
 
 def _unfit(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "data.novel", config.data.novel, "0"
+    yield "data.validation", config.data.validation, "absent"
+    yield "federation.evaluate_on", config.federation.evaluate_on == "validation" and "validation", "test"
     yield "attack", config.attack and config.attack.kind, "absent"
     yield "federation.secure_sum", config.federation.secure_sum, "false"
     if config.privacy is not None and config.privacy.noise_at == "step":

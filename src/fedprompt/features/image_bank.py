@@ -19,7 +19,7 @@ from fedprompt.features.feature_tables import FeatureTables, LoadedRows, tokens_
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The training or test images of one client. Positions count from 0 within the client."""
+    """The training, test or validation images of one client. Positions count from 0 within the client."""
 
     indices: np.ndarray
     """Of the source."""
@@ -104,10 +104,10 @@ class ImageBank:
         backbone: ViT,
         engine: EngineConfig | None = None,
     ) -> None:
-        self._clients = {"train": manifest.clients.train, "test": manifest.clients.test}
+        self._clients = manifest.clients.parts
         groups = np.full(len(source), -1, dtype=np.int64)
-        for first, lists in zip((0, len(manifest.clients)), self._clients.values(), strict=True):
-            groups[lists.values] = first + lists.owners
+        for number, lists in enumerate(self._clients.values()):
+            groups[lists.values] = number * len(manifest.clients) + lists.owners
         self.tables = FeatureTables(source, groups, store, backbone, engine)
 
     @property
@@ -115,7 +115,7 @@ class ImageBank:
         return self.tables.backbone
 
     def images(self, client: int, part: str) -> Images:
-        """A client's "train" or "test" images."""
+        """A client's "train", "test" or "validation" images."""
         return Images.of(self.tables, self._clients[part][client])
 
     def sizes(self, part: str) -> np.ndarray:

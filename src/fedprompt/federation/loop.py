@@ -21,14 +21,16 @@ from fedprompt.core.pool import Pool
 from fedprompt.core.profiling_scope import scope
 from fedprompt.errors import ConfigError, DivergenceError, FedpromptError, QuorumError, broken
 from fedprompt.federation.aggregate import rule
+from fedprompt.federation.best_round import RoundChoice
 from fedprompt.federation.guard import Admitted, Guard
 from fedprompt.federation.observer import Observer
 from fedprompt.federation.stored_pool import StoredRows
-from fedprompt.metrics.accuracy import ClientResult, conclude, summarise
+from fedprompt.metrics.accuracy import ClientResult, summarise
 from fedprompt.privacy import mechanism
 from fedprompt.privacy.budget import Budget, Terms
 from fedprompt.privacy.server_noise import ServerNoise
-from fedprompt.runs.store import PRIVACY, REFUSED, UNTESTED, Event, RoundRecord, RunStore
+from fedprompt.runs.final_figures import final_figures, stored_test
+from fedprompt.runs.store import PRIVACY, REFUSED, UNTESTED, Event, RoundRecord, RunReader, RunStore
 from fedprompt.tensors import Tensors
 
 AfterLastRound = Callable[
@@ -92,7 +94,10 @@ class Federation:
         if label_check is not None:
             self.observer.checked(label_check)
         server = stored or self._start()
+        self.choice.committed(server.round, None)
         for round in range(server.round + 1, settings.rounds + 1):
+            if self.choice.is_over:
+                break
             if not self._affords(round):
                 if not server.round:
                     raise self._no_room("round 1")
@@ -100,9 +105,10 @@ class Federation:
                 break
             server = self._round(server, round)
         if self.afterwards is not None:
+            server = self._chosen(server)
             self.afterwards(server.round, self.tested, self._downloads(server.for_clients(self.tested)))
-        tested = [{"round": each.round, **each.summary} for each in self.store.rounds() if each.summary is not None]
-        self.observer.concluded(conclude(tested, settings.last_rounds))
+        history = [{"round": each.round, **each.summary} for each in self.store.rounds() if each.summary is not None]
+        self.observer.concluded(final_figures(settings, history, stored_test(self.store)))
         self.observer.finished()
 
     @property
@@ -148,13 +154,24 @@ class Federation:
     def away(self) -> Callable[[int], set[int]]:
         return away_by_round(self.config.federation, self.world.client_names, self.world.newcomers)
 
-    def _load(self) -> Server | None:
-        row = self.store.server_state()
+    @cached_property
+    def choice(self) -> RoundChoice:
+        return RoundChoice(self.config.federation, self.store)
+
+    def _chosen(self, server: Server) -> Server:
+        """The server after the round that counts: the last one, or the best one on validation images."""
+        kept = self.choice.chosen(server.round)
+        return server if kept is None else self._load(kept) or server
+
+    def _load(self, stored: RunReader | None = None) -> Server | None:
+        reader = stored or self.store
+        row = reader.server_state()
         if row is None:
             return None
         round, shared, own = row
         kept = wire.require_like(wire.decode(shared), self.world.roles.shared, "stored shared tensors")
-        return Server(self._placed(kept), self._placed(wire.decode(own)), round, Pool(self.pool_rows))
+        rows = self.pool_rows if stored is None else StoredRows(stored, self.world)
+        return Server(self._placed(kept), self._placed(wire.decode(own)), round, Pool(rows))
 
     def _start(self) -> Server:
         """Round 0: the initial tensors, and the statistics that a method collects from every client before round 1."""
@@ -201,6 +218,7 @@ class Federation:
         )
         server = self._commit(server, record, results, [*updates.events, *aggregated, *untested])
         self.observer.committed(record)
+        self.choice.committed(round, record.summary)
         return server
 
     def _aggregate(self, server: Server, round: int, updates: RoundUpdates) -> tuple[Server, list[Event]]:

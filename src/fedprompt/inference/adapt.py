@@ -157,7 +157,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
 
 def _ground(opened: LoadedRun) -> dict[str, Any]:
     """What a saved client depends on: the server's tensors of one round, and so the run that made them."""
-    state = opened.run.reader.server_state()
+    state = opened.reader.server_state()
     assert state is not None  # otherwise the run would not be open
     sha = hashlib.sha256(str(opened.run.reader.fact("backbone")).encode())
     for blob in state[1:]:

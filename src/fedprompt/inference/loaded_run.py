@@ -27,10 +27,12 @@ from fedprompt.data.sources.open import open_source
 from fedprompt.engines.remote.node_state import KEPT_AS, MOST_BYTES, SUFFIX, number_of_run, stored_state
 from fedprompt.errors import BackboneError, ConfigError, DataError, RunError, broken
 from fedprompt.features.image_bank import CommonImages, ImageBank
+from fedprompt.federation.best_round import kept_round
 from fedprompt.federation.stored_pool import open_pool
 from fedprompt.inference.lazy_client import LazyBank, LazyRuntime
 from fedprompt.io.bounded_read import read_bytes
 from fedprompt.runs.run import Run, require_same_streams
+from fedprompt.runs.store import RunReader
 from fedprompt.tensors import Tensors
 
 SHOWN = 5  # clients that an error message lists
@@ -39,7 +41,7 @@ NODE_STATES = "states"  # the folder of a node's directory with its states of ev
 
 @dataclass(frozen=True, eq=False)
 class LoadedRun:
-    """A run at its last committed round."""
+    """A run at its last committed round, or at the round that was chosen on validation images."""
 
     run: Run
     factory: ExperimentFactory
@@ -48,6 +50,8 @@ class LoadedRun:
     world: World
     """The world of the run's clients."""
     server: Server
+    reader: RunReader
+    """The run file as it was after the round that counts: the last one, or the one that `federation.select` chose."""
     require_images: Callable[[], None] = lambda: None
     """Raises if only the run file names the path of the images."""
 
@@ -68,7 +72,8 @@ class LoadedRun:
         a run file may come from an untrusted source. `method` is for runs of an unregistered method.
         """
         run = run if isinstance(run, Run) else Run(run)
-        state = run.reader.server_state()
+        reader = reader_of_choice(run)
+        state = reader.server_state()
         if state is None or state[0] < 1:
             raise RunError(f"run {str(run.directory)!r} must have a finished round to be used, got none")
         require_same_streams(run.reader, "used")
@@ -80,10 +85,10 @@ class LoadedRun:
         _check_weights(run, identity(backbone))
         world = factory.world(backbone, _class_names(run), run.clients)
         shared, own = ({name: each.to(world.device) for name, each in wire.decode(blob).items()} for blob in state[1:])
-        pool, own = open_pool(run.reader, own, world)
+        pool, own = open_pool(reader, own, world)
         shared = wire.require_like(shared, world.roles.shared, "stored shared tensors")
         images = partial(require_images, run.config, run.directory, trust_config, data)
-        return cls(run, factory, backbone, world, Server(shared, own, state[0], pool), images)
+        return cls(run, factory, backbone, world, Server(shared, own, state[0], pool), reader, images)
 
     @property
     def config(self) -> Config:
@@ -95,7 +100,7 @@ class LoadedRun:
 
     @property
     def round(self) -> int:
-        """The last committed round."""
+        """The number of that round."""
         return self.server.round
 
     def number(self, client: str | int) -> int:
@@ -149,7 +154,7 @@ class LoadedRun:
             return ClientStates(_of_node(self.run, Path(node)))
         if self.config.engine.kind == "flower":
             return ClientStates(_refuse_site(self.run))
-        return ClientStates(stored_state(self.run.reader))
+        return ClientStates(stored_state(self.reader))
 
     def fitted(
         self, client: int, bank: ImageBank, states: ClientStates, world: World | None = None, epochs: int | None = None
@@ -174,6 +179,14 @@ class LoadedRun:
 
     def close(self) -> None:
         self.run.close()
+        self.reader.close()
+
+
+def reader_of_choice(run: Run) -> RunReader:
+    """The run file, or its copy after the round that was chosen on validation images."""
+    last, tested = run.reader.server_state(), run.final_test
+    chosen = tested is not None and last is not None and tested.round != last[0]
+    return kept_round(run.reader, tested.round) if chosen and tested else run.reader
 
 
 def _check_weights(run: Run, found: str) -> None:

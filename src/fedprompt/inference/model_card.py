@@ -58,16 +58,23 @@ def _data(client: TrainedClient) -> dict[str, Any]:
 def _metrics(client: TrainedClient) -> dict[str, Any] | None:
     """The client's metrics of its last test in the run."""
     run = client.opened.run
+    if run.final_test is not None:
+        result = run.final_results().get(client.index)
+        return None if result is None else _as_metrics(run.final_test.round, result)
     for record in reversed(run.rounds()):
         result = run.evaluations(record.round).get(client.index) if record.summary is not None else None
         if result is not None:
-            return {
-                "round": record.round,
-                "test_images": result["samples"],
-                "accuracy": result["correct"] / result["samples"],
-                "domains": result["domains"],
-            }
+            return _as_metrics(record.round, result)
     return None
+
+
+def _as_metrics(round: int, result: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "round": round,
+        "test_images": result["samples"],
+        "accuracy": result["correct"] / result["samples"],
+        "domains": result["domains"],
+    }
 
 
 def licence(backbone: str) -> str:

@@ -15,7 +15,7 @@ def with_and_without(runs: Sequence[Run], client: str) -> list[tuple[Labelled, F
     named = []
     for group in families(runs, "federation.away"):
         presence = "away" if client in group.runs[0].config.federation.away else "present"
-        named.append((Labelled(f"{group.label} {presence}", group.rounds, group.of), group))
+        named.append((Labelled(f"{group.label} {presence}", group.rounds, group.of, ended=group.ended), group))
     return named
 
 

@@ -57,6 +57,8 @@ class Row(Labelled):
     """The largest epsilon that one of its runs has spent; None without privacy."""
     evaluations: int = 1
     """Number of last evaluated rounds that its figures are means of."""
+    images: str = "test"
+    """Which images its accuracies are of: those of the test, test images read once, or validation images."""
 
 
 def percent(spread: Spread) -> str:
@@ -170,6 +172,8 @@ def row_of(family: Family) -> Row:
         seeds=tuple(run.config.seed for run in family.runs),
         rounds=family.rounds,
         of=family.of,
+        ended=family.ended,
+        images=_images(family),
         values={column.key: spread(values[column.key] for values in each) for column in (*COLUMNS, *NOVEL_COLUMNS)},
         settings=family.settings,
         repeated=family.repeated,
@@ -178,6 +182,19 @@ def row_of(family: Family) -> Row:
         epsilon=max((spent for run in family.runs if (spent := run.epsilon()) is not None), default=None),
         evaluations=max(run.summary().get("evaluations", 1) for run in family.runs),
     )
+
+
+def _images(family: Family) -> str:
+    if family.runs[0].config.federation.evaluate_on == "test":
+        return "test"
+    if any(run.final_test is None for run in family.runs):
+        return "validation"
+    chosen = (
+        "the round that was best on"
+        if family.runs[0].config.federation.select == "best"
+        else "the last round; rounds had"
+    )
+    return f"once, with {chosen} validation images"
 
 
 def figures(run: Run) -> dict[str, float | None]:
@@ -220,6 +237,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if row.refused
     ]
+    validation = [row.title for row in rows if row.images == "validation"]
+    once = [f"{row.title}: {row.images}" for row in rows if row.images not in ("test", "validation")]
     private = [f"{row.title}: {row.epsilon:.3g}" for row in rows if row.epsilon is not None]
     lines = [
         ("Not comparable, these settings differ", task),
@@ -227,6 +246,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Only clients held out of training are evaluated", newcomers),
         ("Clients that are evaluated for all, drawn once", [f"{who}: {count}" for who, count in some if count]),
         ("Some clients are malicious, and only the others are evaluated", attacked),
+        ("Accuracies of validation images, not of test images", validation),
+        ("Test images were read", once),
         ("Updates refused by the guard", refused),
         ("Differential privacy, epsilon spent", private),
         ("Unfinished", early),

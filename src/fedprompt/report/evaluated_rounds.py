@@ -5,7 +5,9 @@ A hundred thousand results are as many JSON texts; only two arrays and the sum o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -32,18 +34,19 @@ _kept: WeakKeyDictionary[Run, dict[int, Results]] = WeakKeyDictionary()  # round
 def results_of(run: Run, round: int) -> Results:
     kept = _kept.setdefault(run, {})
     if round not in kept:
-        kept[round] = _read(run, round)
+        kept[round] = _summed(run, run.evaluations(round))
     return kept[round]
 
 
 def last_results(run: Run) -> Results | None:
-    """The last evaluated round; None before the first."""
+    """The final test where there is one, else the last evaluated round; None before the first."""
+    if run.final_test is not None:
+        return _summed(run, run.final_results())
     evaluated = [record.round for record in run.rounds() if record.summary is not None]
     return results_of(run, evaluated[-1]) if evaluated else None
 
 
-def _read(run: Run, round: int) -> Results:
-    found = run.evaluations(round)
+def _summed(run: Run, found: Mapping[int, dict[str, Any]]) -> Results:
     bins = [result["bins"] for result in found.values() if result["bins"]]  # a site may keep them to itself
     if len({len(each) for each in bins}) > 1:
         raise RunError(f"run: {run.name}: every client must have the same number of calibration bins")

@@ -14,6 +14,7 @@ from fedprompt.report.evaluated_rounds import last_results
 from fedprompt.report.events import client_name
 from fedprompt.runs.families import families, flatten, rounds_done
 from fedprompt.runs.families import written as written_value
+from fedprompt.runs.final_figures import RESULT
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import PRIVACY, REFUSED, RoundRecord
 
@@ -178,7 +179,7 @@ def round_line(record: RoundRecord, phases: Sequence[str]) -> list[Cell]:
 
 def events_table(run: Run) -> str:
     """Other events; refused updates and privacy have their own sections."""
-    found = [event for event in run.reader.events() if event[2] not in (REFUSED, PRIVACY)]
+    found = [event for event in run.reader.events() if event[2] not in (REFUSED, PRIVACY, RESULT)]
     rows = [
         [Cell(text) for text in (str(round), client_name(run, client), kind, detail)]
         for round, client, kind, detail in found[:MOST_EVENTS]

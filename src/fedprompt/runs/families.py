@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import combinations
 from typing import Any
 
@@ -32,9 +32,13 @@ class Labelled:
     rounds: int
     of: int
 
+    _: KW_ONLY
+    ended: bool = False
+    """Whether its runs ended before the last round by a rule of their settings."""
+
     @property
     def finished(self) -> bool:
-        return self.rounds >= self.of
+        return self.ended or self.rounds >= self.of
 
     @property
     def title(self) -> str:
@@ -62,19 +66,19 @@ def families(runs: Sequence[Run], *swept: str) -> list[Family]:
     """
     groups: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.config.family(), rounds_done(run), written(found_by(run))), []).append(run)
+        groups.setdefault((run.config.family(), _stopped_at(run), written(found_by(run))), []).append(run)
     names = labels([group[0] for group in groups.values()], *swept)
     others = _found_elsewhere([group[0] for group in groups.values()], *swept)
     result = []
-    for (digest, rounds, found), group in groups.items():
+    for (digest, _, found), group in groups.items():
         by_seed: dict[int, Run] = {}
         for run in group:
             by_seed.setdefault(run.config.seed, run)
         kept = tuple(by_seed.values())
         repeated = tuple(run.name for run in group if run not in kept)
-        of = group[0].config.federation.rounds
-        label = names[digest] + others.get((digest, found), "")
-        result.append(Family(label, rounds, of, digest, kept, repeated, settings_of(group[0])))
+        rounds, of = max(map(rounds_done, group)), group[0].config.federation.rounds
+        label, ended = names[digest] + others.get((digest, found), ""), group[0].final_test is not None
+        result.append(Family(label, rounds, of, digest, kept, repeated, settings_of(group[0]), ended=ended))
     return result
 
 
@@ -106,6 +110,11 @@ def _found_elsewhere(runs: Sequence[Run], *swept: str) -> dict[tuple[str, str], 
 def rounds_done(run: Run) -> int:
     records = run.rounds()
     return records[-1].round if records else 0
+
+
+def _stopped_at(run: Run) -> int:
+    """The last round; of runs that end by early stopping, seeds may end at different rounds and belong together."""
+    return -1 if run.final_test is not None else rounds_done(run)
 
 
 def labels(runs: Sequence[Run], *swept: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ from fedprompt import config as configuration
 from fedprompt.config import Config
 from fedprompt.data.partition import client_names
 from fedprompt.errors import ConfigError, DataError, RunError
-from fedprompt.metrics.accuracy import conclude, is_result, is_summary
+from fedprompt.metrics.accuracy import is_result, is_summary
+from fedprompt.runs.final_figures import FinalTest, final_figures, stored_results, stored_test
 from fedprompt.runs.store import PRIVACY, REFUSED, STREAMS, RoundRecord, RunReader
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 class Run:
     """Read access to one run directory."""
+
+    _final_test: FinalTest | None = None
 
     def __init__(self, directory: str | Path) -> None:
         self.reader = RunReader(directory)
@@ -60,8 +63,23 @@ class Run:
 
     @property
     def finished(self) -> bool:
+        if self.config.federation.evaluate_on == "validation":
+            return self.final_test is not None
         records = self.rounds()
         return bool(records) and records[-1].round >= self.config.federation.rounds
+
+    @property
+    def final_test(self) -> FinalTest | None:
+        """The test after the last round of a run that is evaluated on validation images; None if there was none so far."""
+        if self._final_test is None and self.config.federation.evaluate_on == "validation":
+            self._final_test = stored_test(self.reader)
+            if self._final_test is not None and not is_summary(self._final_test.summary):
+                raise self._damaged("summary of the final test")
+        return self._final_test
+
+    def final_results(self) -> dict[int, dict[str, Any]]:
+        """The counts of every client in the final test, by client number."""
+        return self._checked_results(stored_results(self.reader), "the final test")
 
     def history(self) -> list[dict[str, Any]]:
         """The metrics of every evaluated round."""
@@ -73,14 +91,21 @@ class Run:
 
     def evaluations(self, round: int) -> dict[int, dict[str, Any]]:
         """The counts of every client in one round, by client number."""
-        found, clients = self.reader.evaluations(round), len(self.clients)
+        return self._checked_results(self.reader.evaluations(round), f"round {round}")
+
+    def _checked_results(self, found: Mapping[int, dict[str, Any]], where: str) -> dict[int, dict[str, Any]]:
+        clients = len(self.clients)
         for client, result in found.items():
             if not 0 <= client < clients or not is_result(result):
-                raise self._damaged(f"result of client {client} in round {round}")
-        return found
+                raise self._damaged(f"result of client {client} in {where}")
+        return dict(found)
 
     def summary(self) -> dict[str, Any]:
-        """The figures for tables: means over the last evaluated rounds, the best round, bytes and seconds."""
+        """The figures for tables: means over the last evaluated rounds, the best round, bytes and seconds.
+
+        Where rounds are evaluated on validation images, these figures are those of the final test, if there was one;
+        `images` says which images they are of.
+        """
         records = self.rounds()
         seconds: dict[str, float] = {}
         for record in records:
@@ -96,13 +121,16 @@ class Run:
             "family": settings.family(),
             "rounds": records[-1].round if records else 0,
             "of": settings.federation.rounds,
-            **conclude(self.history(), settings.federation.last_rounds),
+            **self._figures(),
             "bytes_down": sum(record.bytes_down for record in records),
             "bytes_up": sum(record.bytes_up for record in records),
             "refused": self.refused(),
             "epsilon": self.epsilon(),
             "seconds": seconds,
         }
+
+    def _figures(self) -> dict[str, Any]:
+        return final_figures(self.config.federation, self.history(), self.final_test)
 
     def refused(self) -> dict[str, int]:
         """Number of updates that the guard refused, by rule."""
@@ -118,14 +146,13 @@ class Run:
         return float(spent) if isinstance(spent, int | float) else math.inf
 
     def client_accuracies(self, round: int | None = None) -> dict[str, float]:
-        """Test accuracy by client name, of one evaluated round (the last one when not given)."""
-        if round is None:
+        """Accuracy by client name, of one evaluated round. When not given: the final test, or else the last round."""
+        if round is None and self.final_test is not None:
+            found = self.final_results()
+        else:
             evaluated = [record.round for record in self.rounds() if record.summary is not None]
-            round = evaluated[-1] if evaluated else 0
-        names = self.clients
-        return {
-            names[client]: result["correct"] / result["samples"] for client, result in self.evaluations(round).items()
-        }
+            found = self.evaluations(round if round is not None else evaluated[-1] if evaluated else 0)
+        return {self.clients[client]: result["correct"] / result["samples"] for client, result in found.items()}
 
     def _fact(self, key: str) -> Any:
         value = self.reader.fact(key)

@@ -27,6 +27,7 @@ from fedprompt.runs.schema import COLUMNS, READABLE, SCHEMA, VERSION
 from fedprompt.runs.tables import DAMAGE, RunTables
 
 FILE = "run.db"
+BEST = "best.db"  # the run file as it was after the best round, where `federation.select` is best
 MOST_ARGUMENTS = 500  # of one query
 WAIT_EVERY = 1.0  # seconds, at least, between two commits that wait for the disk
 NO_DIGESTS = "no digests: made by an older version"  # shown for a file whose content cannot be checked
@@ -304,6 +305,7 @@ class RunStore(RunReader):
             draft = directory / f"{FILE}.new"
             with disk(directory):
                 draft.unlink(missing_ok=True)
+                (directory / BEST).unlink(missing_ok=True)  # of a deleted run
                 with closing(sqlite3.connect(draft)) as connection, connection:
                     connection.executescript(f"BEGIN; {SCHEMA}")  # otherwise every table waits for the disk
                     texts = {key: json.dumps(value) for key, value in {"version": VERSION, **facts}.items()}
@@ -379,11 +381,24 @@ class RunStore(RunReader):
 
     def note(self, round: int, client: int | None, kind: str, detail: str) -> None:
         """Write an event between rounds."""
+        self.notes(round, [Event(client, kind, detail)])
+
+    def notes(self, round: int, events: Sequence[Event]) -> None:
+        """Write events between rounds in one transaction."""
         with disk(self.directory), self._transaction() as cursor:
             link = replace(self._last, round=None, record="", facts="")
-            event = [Event(client, kind, detail)]
-            added_link = _write_events(cursor, link, self._head, self._number + 1, round, event)
+            added_link = _write_events(cursor, link, self._head, self._number + 1, round, events)
         self._number, (self._head, self._last) = self._number + 1, added_link
+
+    def keep_as_best(self) -> None:
+        """Copy the file as it is now. The copy is complete or absent, and can be read like any run file."""
+        draft = self.directory / f"{BEST}.new"
+        with disk(self.directory):
+            draft.unlink(missing_ok=True)
+            with closing(sqlite3.connect(draft, isolation_level=None)) as copy:
+                self._connection.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
+            os.replace(draft, self.directory / BEST)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:

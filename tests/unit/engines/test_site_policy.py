@@ -103,8 +103,13 @@ def test_a_policy_that_cannot_be_is_refused_with_its_file(tmp_path: Path, text: 
             "epochs of fitting before an evaluation must be at most 2 here, got 7",
         ),
         ({}, {"method": {"name": "pep_fedpt"}}, "images (minimum_count), got 1"),
+        (
+            {},
+            {"data": {"validation": 0.5}, "federation": {"evaluate_on": "validation"}},
+            "federation.evaluate_on must be test where clients are sites",
+        ),
     ],
-    ids=["methods", "variants", "rounds", "epochs", "epochs of fitting", "single images"],
+    ids=["methods", "variants", "rounds", "epochs", "epochs of fitting", "single images", "validation images"],
 )
 def test_a_run_the_policy_does_not_allow_is_refused(
     ground: Ground, tmp_path: Path, allowed: dict[str, Any], config: dict[str, Any], words: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from fedprompt.data.partition.schemes import (
     evenly,
 )
 from fedprompt.data.partition.split import train_and_test
+from fedprompt.data.partition.validation import with_validation
 from fedprompt.data.sources.base import Source
 from fedprompt.errors import ConfigError, ContractError, DataError, broken
 
@@ -47,14 +49,19 @@ def register_partition(name: str) -> Callable[[Given], Given]:
 def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, seed: int) -> Manifest:
     """Divide the images of a source among clients; equal arguments give equal manifests.
 
-    Scheme `manifest` reads a file instead, which defines the number of clients and the split.
+    Scheme `manifest` reads a file instead, which defines the number of clients and the split; if it has no validation
+    images, `data.validation` chooses some.
     """
     if partition.scheme == "manifest":
         if partition.manifest is None:
             raise ConfigError(broken("partition.manifest", "name a JSON file for scheme 'manifest'", None))
         manifest = Manifest.load(partition.manifest)
         manifest.check(source)
-        return manifest
+        if data.validation is None or manifest.clients.validation is not None:
+            return manifest
+        held = manifest.clients
+        made_by = {**manifest.scheme, "validation": {"size": data.validation, "seed": data.split_seed}}
+        return replace(manifest, clients=_clients(source, data, held.names, held.train, held.test), scheme=made_by)
     train, test = train_and_test(source, data)
     if partition.clients > len(train):
         raise ConfigError(
@@ -70,13 +77,21 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
         source_fingerprint=source.fingerprint,
         class_names=source.class_names,
         domain_names=source.domain_names,
-        clients=Clients(names, division.train, division.test),
+        clients=_clients(source, data, names, division.train, division.test),
         scheme={
             **partition.model_dump(mode="json", exclude={"manifest"}),
             "seed": seed,
             "data": data.model_dump(mode="json", exclude={"source", "format", "resize"}),
         },
     )
+
+
+def _clients(source: Source, data: DataConfig, names: Sequence[str], train: IndexLists, test: IndexLists) -> Clients:
+    """All clients, with some of their training images for validation where `data.validation` says so."""
+    if data.validation is None:
+        return Clients(names, train, test)
+    left, validation = with_validation(train, source.labels, source.domains, data.validation, data.split_seed)
+    return Clients(names, left, test, validation)
 
 
 def divide(supply: Supply, partition: PartitionConfig, seed: int) -> Division:

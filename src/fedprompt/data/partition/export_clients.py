@@ -32,9 +32,13 @@ SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # client names that are file 
 def export_clients(source: Source, manifest: Manifest, directory: Path) -> list[Path]:
     """Write the images of every client to `directory`/NAME.parquet: training images first, then test images.
 
-    The directory must be new or empty. Each file appears only when it is complete.
+    A site has no validation images, so a manifest with some is refused. The directory must be new or empty. Each file
+    appears only when it is complete.
     """
     manifest.check(source)
+    if manifest.clients.validation is not None:
+        rule = "be absent: a site has no validation images"
+        raise DataError(broken("data.validation", rule, f"{len(manifest.clients.validation.values)} images"))
     paths = _paths(manifest, directory)
     names = {"classes": list(manifest.class_names), "domains": list(manifest.domain_names)}
     columns = {"image": pa.binary(), "label": pa.int64(), "domain": pa.int64(), "split": pa.string()}

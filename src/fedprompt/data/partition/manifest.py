@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -23,6 +23,7 @@ from fedprompt.io.files import write_atomically
 FORMAT = "fedprompt-manifest-1"
 LONGEST_NAME = 200  # of a client
 PARTS = ("train", "test")
+VALIDATION = "validation"  # the part that a manifest may lack
 INDEX_LISTS = "index_lists"  # the fact of a run file that says who holds which images
 
 
@@ -33,10 +34,18 @@ class ClientData:
     name: str
     train: np.ndarray
     test: np.ndarray
+    validation: np.ndarray = field(default_factory=lambda: np.array([], dtype=np.int64))
+    """Empty where no training images were kept for validation."""
+
+    @property
+    def lists(self) -> dict[str, list[int]]:
+        """The numbers of its images by part, as JSON writes them."""
+        parts = PARTS if not len(self.validation) else (*PARTS, VALIDATION)
+        return {part: getattr(self, part).tolist() for part in parts}
 
     @cached_property
     def checksum(self) -> str:
-        content = {"name": self.name, "train": self.train.tolist(), "test": self.test.tolist()}
+        content = {"name": self.name, **self.lists}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -47,13 +56,21 @@ class Clients(Sequence[ClientData]):
     names: Sequence[str]
     train: IndexLists
     test: IndexLists
+    validation: IndexLists | None = None
+    """None where no client has validation images."""
 
     @classmethod
     def of(cls, clients: Iterable[ClientData]) -> Clients:
         held = tuple(clients)
         names = client_names.compact([client.name for client in held])
-        train, test = (IndexLists.of(parts) for parts in ([each.train for each in held], [each.test for each in held]))
-        return cls(names, train, test)
+        lists = [IndexLists.of([getattr(each, part) for each in held]) for part in (*PARTS, VALIDATION)]
+        return cls(names, *lists) if len(lists[-1].values) else cls(names, *lists[:-1])
+
+    @property
+    def parts(self) -> dict[str, IndexLists]:
+        """The lists of all clients by part."""
+        found = {"train": self.train, "test": self.test}
+        return found if self.validation is None else {**found, VALIDATION: self.validation}
 
     def __len__(self) -> int:
         return len(self.names)
@@ -64,8 +81,8 @@ class Clients(Sequence[ClientData]):
     def __getitem__(self, place: slice) -> tuple[ClientData, ...]: ...
     def __getitem__(self, place: int | slice) -> ClientData | tuple[ClientData, ...]:
         if isinstance(place, slice):
-            return tuple(map(ClientData, self.names[place], self.train[place], self.test[place]))
-        return ClientData(self.names[place], self.train[place], self.test[place])
+            return tuple(map(ClientData, self.names[place], *(lists[place] for lists in self.parts.values())))
+        return ClientData(self.names[place], *(lists[place] for lists in self.parts.values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +101,7 @@ class Manifest:
         """The sha256 over everything else."""
         names = client_names.as_fact(self.clients.names)
         total = hashlib.sha256(json.dumps([self._head(), names], sort_keys=True).encode())
-        for lists in (self.clients.train, self.clients.test):
+        for lists in self.clients.parts.values():
             for numbers in (lists.sizes, lists.values):
                 total.update(numbers.astype("<i8").tobytes())
         return total.hexdigest()
@@ -93,8 +110,9 @@ class Manifest:
         """One line per client part, for text editors and diffs."""
         head = json.dumps({"format": FORMAT, **self._head(), "checksum": self.checksum}, indent=1)
         clients = ",\n".join(
-            f'  {{"name": {json.dumps(client.name)}, "checksum": "{client.checksum}",\n'
-            f'   "train": {json.dumps(client.train.tolist())},\n   "test": {json.dumps(client.test.tolist())}}}'
+            f'  {{"name": {json.dumps(client.name)}, "checksum": "{client.checksum}",\n   '
+            + ",\n   ".join(f'"{part}": {json.dumps(numbers)}' for part, numbers in client.lists.items())
+            + "}"
             for client in self.clients
         )
         return f'{head[:-2]},\n "clients": [\n{clients}\n ]\n}}\n'
@@ -122,7 +140,7 @@ class Manifest:
 
     def to_facts(self) -> dict[str, Any]:
         """The head in a run file: what identifies the manifest, without the lists of images."""
-        packed = {part: getattr(self.clients, part).packed() for part in PARTS}
+        packed = {part: lists.packed() for part, lists in self.clients.parts.items()}
         return {
             "manifest": {"format": FORMAT, **self._head(), "checksum": self.checksum},
             "clients": client_names.as_fact(self.clients.names),
@@ -137,10 +155,11 @@ class Manifest:
             return cls.from_json(json.dumps(head))
         try:
             names = client_names.from_fact(fact("clients"))
-            lists = [IndexLists.unpacked(_field(packed, part, str, INDEX_LISTS)) for part in PARTS]
+            parts = (*PARTS, VALIDATION) if VALIDATION in packed else PARTS
+            lists = [IndexLists.unpacked(_field(packed, part, str, INDEX_LISTS)) for part in parts]
         except ValueError as error:
             raise DataError(f"manifest: the clients of the run {error}") from error
-        for part, found in zip(PARTS, lists, strict=True):
+        for part, found in zip(parts, lists, strict=True):
             if len(found) != len(names):
                 raise DataError(broken(f"{INDEX_LISTS}.{part}", f"hold {len(names)} lists", len(found)))
         empty = cls.from_json(json.dumps({**head, "clients": []}))
@@ -176,21 +195,29 @@ class Manifest:
             raise DataError(broken("manifest.clients", "hold at least one client", []))
         _check_names(self.clients.names)
         for client in self._at_fault(len(source)):
-            for part in PARTS:
+            for part in self.clients.parts:
                 _check_indices(f"manifest.clients.{client.name}.{part}", getattr(client, part), len(source))
-        train, test = self.clients.train, self.clients.test
-        trained = np.zeros(len(source), dtype=bool)
-        trained[train.values] = True
-        for place in np.flatnonzero(trained[test.values])[:1].tolist():
-            index, tester = test.values[place], self.clients[int(test.owners[place])]
-            holder = self.clients.names[int(train.owners[train.values == index][0])]
-            rule = f"hold no training image of any client ({holder!r} trains on it)"
-            raise DataError(broken(f"manifest.clients.{tester.name}.test", rule, int(index)))
+        self._check_apart("test", "train", "trains on it", len(source))
+        if self.clients.validation is not None:
+            self._check_apart(VALIDATION, "train", "trains on it", len(source))
+            self._check_apart("test", VALIDATION, "validates on it", len(source))
+
+    def _check_apart(self, part: str, other: str, verb: str, images: int) -> None:
+        """Raise where an image of one part is in the other part of any client."""
+        lists, others = self.clients.parts[part], self.clients.parts[other]
+        used = np.zeros(images, dtype=bool)
+        used[others.values] = True
+        for place in np.flatnonzero(used[lists.values])[:1].tolist():
+            index, owner = lists.values[place], self.clients[int(lists.owners[place])]
+            holder = self.clients.names[int(others.owners[others.values == index][0])]
+            kind = "training" if other == "train" else other
+            rule = f"hold no {kind} image of any client ({holder!r} {verb})"
+            raise DataError(broken(f"manifest.clients.{owner.name}.{part}", rule, int(index)))
 
     def _at_fault(self, images: int) -> Sequence[ClientData]:
         """The first client with an empty list, a number that is no image, or the same one twice."""
         fault = np.zeros(len(self.clients), dtype=bool)
-        for lists in (self.clients.train, self.clients.test):
+        for lists in self.clients.parts.values():
             outside = (lists.values < 0) | (lists.values >= images)
             order = np.lexsort((lists.values, lists.owners))
             values, owners = lists.values[order], lists.owners[order]
@@ -256,13 +283,13 @@ def _client(values: Any, position: int) -> ClientData:
     if not 0 < len(name) <= LONGEST_NAME:
         raise DataError(broken(f"{field}.name", f"have 1 to {LONGEST_NAME} letters", name))
     parts = {}
-    for part in PARTS:
+    for part in (*PARTS, VALIDATION) if VALIDATION in values else PARTS:
         indices = _field(values, part, list, f"manifest.clients.{name}")
         for index in indices:
             if type(index) is not int or abs(index) >= 2**63:
                 raise DataError(broken(f"manifest.clients.{name}.{part}", "hold integers", index))
         parts[part] = np.array(indices, dtype=np.int64)
-    return ClientData(name, parts["train"], parts["test"])
+    return ClientData(name, **parts)
 
 
 def _names(raw: dict[str, Any], key: str) -> tuple[str, ...]:

@@ -130,6 +130,9 @@ def refused_settings(policy: SitePolicy, config: Config) -> Iterator[Refused]:
         yield Refused("policy", broken("federation.rounds", rule, config.federation.rounds))
     if config.train.epochs > policy.most_epochs:
         yield Refused("policy", broken("train.epochs", f"be at most {policy.most_epochs} here", config.train.epochs))
+    if config.federation.evaluate_on != "test":
+        rule = "be test where clients are sites: which images are used is a site's choice"
+        yield Refused("policy", broken("federation.evaluate_on", rule, config.federation.evaluate_on))
     yield from _refused_privacy(policy, config)
 
 

@@ -50,7 +50,7 @@ class SiteSplit:
     def applied(self, data: DataConfig) -> DataConfig:
         """The run's data settings as they apply here: which images are used is the site's choice."""
         own = {name: value for name, value in asdict(self).items() if name != "seed"}
-        return data.model_copy(update={**own, "split_seed": self.seed, "per_domain": None})
+        return data.model_copy(update={**own, "split_seed": self.seed, "per_domain": None, "validation": None})
 
 
 def _chosen(policy: SitePolicy) -> dict[str, Any]:

@@ -1,0 +1,240 @@
+"""Validation images are a part of every client's training images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedprompt.config import parse
+from fedprompt.data.partition.divide import make_manifest
+from fedprompt.data.partition.export_clients import export_clients
+from fedprompt.data.partition.index_lists import IndexLists
+from fedprompt.data.partition.manifest import Manifest
+from fedprompt.data.partition.validation import with_validation
+from fedprompt.data.sources.open import open_source
+from fedprompt.errors import ConfigError, DataError
+
+ONE_DOMAIN = np.zeros(1000, dtype=np.int64)
+
+
+def lists(*parts: list[int]) -> IndexLists:
+    return IndexLists.of([np.array(part) for part in parts])
+
+
+def manifest_of(tmp_path: Path, scheme: str = "dirichlet", **data: Any) -> tuple[Any, Manifest]:
+    config = parse({"data": {"source": "tiny", **data}, "partition": {"scheme": scheme, "clients": 4, "min_train": 6}})
+    source = open_source(config.data, tmp_path)
+    return source, make_manifest(source, config.data, config.partition, config.seed)
+
+
+@pytest.mark.parametrize("size", [0.2, 0.5, 1, 3])
+@pytest.mark.parametrize("scheme", ["domains", "dirichlet", "iid", "classes"])
+def test_training_and_validation_images_are_the_training_images_without_a_split(
+    tmp_path: Path, scheme: str, size: float
+) -> None:
+    _, whole = manifest_of(tmp_path, scheme)
+    _, split = manifest_of(tmp_path, scheme, validation=size)
+    for before, after in zip(whole.clients, split.clients, strict=True):
+        assert sorted([*after.train, *after.validation]) == before.train.tolist()
+        assert not set(after.train) & set(after.validation)
+        assert not set(after.validation) & set(split.clients.test.values)
+        assert after.test.tolist() == before.test.tolist()
+        assert len(after.validation)
+
+
+def test_a_share_is_met_in_every_client_and_within_one_image_in_every_class(tmp_path: Path) -> None:
+    source, whole = manifest_of(tmp_path, validation=0)
+    _, split = manifest_of(tmp_path, validation=0.25)
+    for before, after in zip(whole.clients, split.clients, strict=True):
+        assert abs(len(after.validation) - 0.25 * len(before.train)) <= 0.5
+        for domain in range(len(source.domain_names)):
+            for label in range(len(source.class_names)):
+
+                def cell(images: np.ndarray, label: int = label, domain: int = domain) -> int:
+                    return int(((source.labels[images] == label) & (source.domains[images] == domain)).sum())
+
+                assert abs(cell(after.validation) - 0.25 * cell(before.train)) < 1
+                assert cell(after.train) or not cell(before.train)
+
+
+def test_a_whole_number_is_the_number_of_images_of_every_domain_and_class(tmp_path: Path) -> None:
+    source, split = manifest_of(tmp_path, "domains", validation=2)
+    for client in split.clients:
+        cells = source.domains[client.validation] * 100 + source.labels[client.validation]
+        assert set(np.unique(cells, return_counts=True)[1]) == {2}
+
+
+def test_the_seed_of_the_split_chooses_and_that_of_the_experiment_does_not(tmp_path: Path) -> None:
+    def chosen(seed: int, split_seed: int) -> list[int]:
+        config = parse({"data": {"source": "tiny", "validation": 0.3, "split_seed": split_seed}, "seed": seed})
+        partition = config.partition.model_copy(update={"seed": 0, "clients": 4})
+        return make_manifest(
+            open_source(config.data, tmp_path), config.data, partition, config.seed
+        ).clients.validation.values.tolist()  # type: ignore[union-attr]
+
+    assert chosen(0, 0) == chosen(1, 0) != chosen(0, 1)
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_order_of_images_and_of_clients_does_not_matter(random: Any) -> None:
+    labels = np.arange(60) % 3
+    parts = [list(range(20)), list(range(20, 60))]
+    _, expected = with_validation(lists(*parts), labels, ONE_DOMAIN, 0.3, seed=5)
+    for part in parts:
+        random.shuffle(part)
+    _, found = with_validation(lists(*parts[::-1]), labels, ONE_DOMAIN, 0.3, seed=5)
+    assert [part.tolist() for part in found[::-1]] == [part.tolist() for part in expected[:]]
+
+
+def test_the_images_of_a_client_do_not_depend_on_the_other_clients() -> None:
+    labels = np.arange(60) % 3
+    _, alone = with_validation(lists(list(range(20))), labels, ONE_DOMAIN, 0.3, seed=5)
+    _, among = with_validation(lists(list(range(20, 60)), list(range(20))), labels, ONE_DOMAIN, 0.3, seed=5)
+    assert alone[0].tolist() == among[1].tolist()
+
+
+def test_few_shots_give_the_share_of_the_client_and_not_one_image_of_every_class() -> None:
+    labels = np.arange(20) % 10  # two images of each of ten classes
+    left, validation = with_validation(lists(list(range(20))), labels, ONE_DOMAIN, 0.2, seed=0)
+    assert len(validation[0]) == 4
+    assert len(set(labels[validation[0]])) == 4
+    assert set(labels[left[0]]) == set(range(10))
+
+
+def test_a_client_with_one_image_of_every_class_still_gives_one() -> None:
+    left, validation = with_validation(lists([0, 1, 2]), np.arange(3), ONE_DOMAIN, 0.2, seed=0)
+    assert (len(left[0]), len(validation[0])) == (2, 1)
+
+
+def test_a_client_with_one_image_is_refused() -> None:
+    with pytest.raises(DataError, match="both training and validation images, got '1 training images of 1"):
+        with_validation(lists([0, 1, 2], [3]), np.zeros(4, dtype=np.int64), ONE_DOMAIN, 0.2, seed=0)
+
+
+@given(
+    groups=st.lists(st.integers(0, 11), min_size=48, max_size=48),
+    share=st.sampled_from([0.1, 0.25, 0.5, 2]),
+    seed=st.integers(0, 3),
+)
+def test_images_of_one_group_are_never_on_both_sides(groups: list[int], share: float, seed: int) -> None:
+    labels, of = np.arange(48) % 4, np.array(groups)
+    try:
+        left, validation = with_validation(
+            lists(list(range(24)), list(range(24, 48))), labels, ONE_DOMAIN, share, seed, of
+        )
+    except DataError:
+        return  # a client whose images are all of groups that cannot be given
+    assert not set(of[left.values]) & set(of[validation.values])
+    assert sorted([*left.values, *validation.values]) == list(range(48))
+
+
+def test_small_groups_meet_the_share() -> None:
+    groups = np.arange(120) // 3  # forty groups of three images, of one class each
+    labels = groups % 4
+    left, validation = with_validation(lists(list(range(120))), labels, ONE_DOMAIN, 0.25, 0, groups)
+    assert np.bincount(labels[validation[0]]).tolist() == [6, 6, 6, 6] or abs(len(validation[0]) - 30) <= 6
+    assert set(labels[left[0]]) == set(range(4))
+
+
+def test_groups_of_one_image_are_as_no_groups_at_all() -> None:
+    labels, train = np.arange(40) % 4, lists(list(range(25)), list(range(25, 40)))
+    _, plain = with_validation(train, labels, ONE_DOMAIN, 0.3, 1)
+    _, grouped = with_validation(train, labels, ONE_DOMAIN, 0.3, 1, np.arange(40))
+    assert plain.values.tolist() == grouped.values.tolist()
+
+
+def test_a_manifest_carries_the_lists_and_reads_them_back(tmp_path: Path) -> None:
+    source, split = manifest_of(tmp_path, validation=0.25)
+    split.save(tmp_path / "m.json")
+    again = Manifest.load(tmp_path / "m.json")
+    again.check(source)
+    assert again.checksum == split.checksum
+    assert again.clients.validation is not None
+    assert again.clients.validation.values.tolist() == split.clients.validation.values.tolist()  # type: ignore[union-attr]
+    facts = json.loads(json.dumps(split.to_facts()))
+    assert Manifest.from_facts(facts.get).checksum == split.checksum
+
+
+def test_a_manifest_without_validation_images_is_written_as_it_always_was(tmp_path: Path) -> None:
+    _, whole = manifest_of(tmp_path)
+    assert "validation" not in whole.to_json()
+    assert set(whole.to_facts()["index_lists"]) == {"train", "test"}
+
+
+def test_a_manifest_from_a_file_decides_and_gets_a_split_if_it_has_none(tmp_path: Path) -> None:
+    def read(**data: Any) -> Manifest:
+        config = parse({"data": {"source": "tiny", **data}, "partition": {"scheme": "manifest", "manifest": path}})
+        return make_manifest(open_source(config.data, tmp_path), config.data, config.partition, 0)
+
+    path = str(tmp_path / "m.json")
+    _, own = manifest_of(tmp_path, validation=0.25)
+    own.save(path)
+    assert read().checksum == read(validation=0.5).checksum == own.checksum
+    _, whole = manifest_of(tmp_path)
+    whole.save(path)
+    assert read().checksum == whole.checksum
+    given_one = read(validation=0.25)
+    assert given_one.clients.validation.values.tolist() == own.clients.validation.values.tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("train", r"validation must hold no training image of any client \(.* trains on it\)"),
+        ("test", r"test must hold no validation image of any client \(.* validates on it\)"),
+    ],
+)
+def test_an_edited_manifest_with_an_image_on_two_sides_is_refused(tmp_path: Path, part: str, message: str) -> None:
+    source, split = manifest_of(tmp_path, validation=0.25)
+    raw = json.loads(split.to_json())
+    raw["clients"][0]["validation"].append(raw["clients"][1][part][0])
+    with pytest.raises(DataError, match=message):
+        Manifest.from_json(json.dumps(raw)).check(source)
+
+
+def test_a_client_without_validation_images_beside_others_that_have_some_is_refused(tmp_path: Path) -> None:
+    source, split = manifest_of(tmp_path, validation=0.25)
+    raw = json.loads(split.to_json())
+    raw["clients"][2]["validation"] = []
+    with pytest.raises(DataError, match=r"validation must hold at least one image"):
+        Manifest.from_json(json.dumps(raw)).check(source)
+
+
+@pytest.mark.parametrize("value", [1.0, -0.1, -1, "a", True])
+def test_anything_but_a_share_or_a_number_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"data.validation must be a share below 1, or a whole number"):
+        parse({"data": {"validation": value}})
+
+
+def test_settings_at_their_defaults_are_not_in_hashes_and_run_files() -> None:
+    plain = parse({})
+    for same in ({"data": {"validation": 0}}, {"federation": {"select": "last", "evaluate_on": "test"}}):
+        assert parse(same).digest() == plain.digest()
+    assert not {"evaluate_on", "select", "patience"} & set(plain.model_dump(mode="json")["federation"])
+    assert parse({"data": {"validation": 0.2}}).digest() != plain.digest()
+
+
+def test_sites_get_no_validation_images(tmp_path: Path) -> None:
+    source, split = manifest_of(tmp_path, validation=0.25)
+    with pytest.raises(DataError, match=r"data.validation must be absent: a site has no validation images"):
+        export_clients(source, split, tmp_path / "sites")
+
+
+def test_a_method_never_sees_a_validation_image_in_training(settings: Callable[..., dict[str, Any]]) -> None:
+    from fedprompt.client.factory import ExperimentFactory
+
+    for method in ("fedvpt", "head_tune"):
+        factory = ExperimentFactory(settings(data={"validation": 0.5}, method={"name": method}))
+        source, manifest, backbone, _ = factory.prepare()
+        bank = factory.bank(source, manifest, backbone)
+        trained = {int(i) for client in range(4) for i in bank.images(client, "train").indices}
+        kept = {int(i) for client in range(4) for i in bank.images(client, "validation").indices}
+        assert not trained & kept
+        assert kept
