@@ -15,7 +15,8 @@ from fedprompt.client.runtime import ClientRuntime
 from fedprompt.core.messages import Download
 from fedprompt.evaluation.base_to_novel import novel_test
 from fedprompt.federation.best_round import kept_round
-from fedprompt.federation.loop import AfterLastRound, Observer
+from fedprompt.federation.loop import AfterLastRound
+from fedprompt.federation.observer import Observer
 from fedprompt.metrics.accuracy import ClientResult, summarise
 from fedprompt.runs.final_figures import EVENT, RESULT, stored_test
 from fedprompt.runs.store import Event, RunStore
