@@ -67,6 +67,8 @@ class World:
     """Side of a patch in pixels."""
     class_names: tuple[str, ...]
     client_names: Sequence[str]
+    epochs: int = 1
+    """E, local epochs of a round."""
     newcomers: frozenset[int] = frozenset()
     """Clients held out: they never train, and only they are evaluated."""
     roles: Roles = field(default_factory=Roles)
@@ -258,6 +260,8 @@ class Method:
 
     symbols: ClassVar[Mapping[str, str]] = {}
     """What the paper calls a setting, for those who write it so: symbol -> setting."""
+    retired: ClassVar[Mapping[str, str]] = {}
+    """Settings of earlier versions, with what to do instead: setting -> end of a sentence that starts "must"."""
 
     @property
     def uses_text(self) -> bool:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedprompt.config import Config, Section, plugin_options
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, broken
 from fedprompt.extensions import Registry
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ def _build(
     for symbol, setting in cls.symbols.items():
         if symbol in settings:
             settings[setting] = settings.pop(symbol)
+    for setting in sorted(set(cls.retired) & set(settings)):
+        raise ConfigError(broken(f"{kind}.{setting}", cls.retired[setting], settings[setting]))
     model = _settings_model(cls, frozenset(given))  # type: ignore[arg-type]  # a class is hashable
     return cls(**given, **plugin_options.checked(kind, name, model, settings))
 
