@@ -67,7 +67,7 @@ def build(method: Mapping[str, Any], variant: Mapping[str, Any] | None = None) -
 
 
 def setting_name(text: str) -> str:
-    """The setting a paper's symbol stands for in some method (`v` for `predict_draws`); any other text is itself."""
+    """The setting a paper's symbol stands for in some method (`V` for `predict_draws`); any other text is itself."""
     return next((cls.symbols[text] for cls in methods().values() if text in cls.symbols), text)
 
 
