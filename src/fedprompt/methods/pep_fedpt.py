@@ -270,8 +270,8 @@ class PEPFedPT(WithHead):
         own = {**server.own, "prototypes": prototypes, "known": (known | present).to(old.dtype)}
         if self.temperature == "auto":
             found = fitting_temperature(sums[present], counts[present], self.similarity)
-            stays = self.prototype_momentum if known.any() else 0.0
-            own["temperature"] = stays * own["temperature"] + (1 - stays) * found.to(old)
+            old_share = self.prototype_momentum if known.any() else 0.0
+            own["temperature"] = old_share * own["temperature"] + (1 - old_share) * found.to(old)
         return replace(server, own=own)
 
     def pooled(self, uploads: Sequence[Upload], name: str) -> Tensor:
