@@ -172,7 +172,7 @@ def test_the_commands_are_listed_and_need_no_torch() -> None:
         ),
         (["comeback", "tiny.yaml"], 2, "--rounds must be at least 1 and leave a round before and after the absence"),
         (["comeback", "tiny.yaml", "--rounds", "1", "federation.rounds=3", "--client", "x"], 2, "--client must be a"),
-        (["sweep", "method.v=1..10", "tiny.yaml"], 2, "method.predict_draws is not a setting of fedvpt; it has"),
+        (["sweep", "method.V=1..10", "tiny.yaml"], 2, "method.predict_draws is not a setting of fedvpt; it has"),
         (["sweep", "method.prompt_tokens=1..", "tiny.yaml"], 2, "must have a whole number at both ends of a range"),
         (["sweep", "tiny.yaml", "method.prompt_tokens=1..2"], 2, "sweep must look like field=values, got 'tiny.yaml'"),
         (["ablation", "tiny.yaml", "method.colour=red"], 2, "method.colour is not a setting of fedvpt"),

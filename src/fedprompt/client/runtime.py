@@ -27,6 +27,7 @@ from fedprompt.features.image_bank import ImageBank, Images
 from fedprompt.federation.attacks import corrupted, flipped
 from fedprompt.metrics.accuracy import ClientResult
 from fedprompt.metrics.scoring import score
+from fedprompt.modules import heads
 from fedprompt.privacy import mechanism
 from fedprompt.privacy.budget import Terms
 from fedprompt.privacy.discrete_gaussian import Words
@@ -224,7 +225,13 @@ class ClientRuntime:
         }
         held_out = {client: own for client, own in params.items() if client in self.world.newcomers}
         rest = {client: own for client, own in params.items() if client not in held_out}
-        for stages, group in ((self._newcoming, held_out), (self._adapting, rest)):
+        first = {client: own for client, own in rest.items() if at == "personalised" and self._untrained(client)}
+        others = {client: own for client, own in rest.items() if client not in first}
+        for stages, group in (
+            (self._newcoming, held_out),
+            ((*self._first_fit, *self._adapting), first),
+            (self._adapting, others),
+        ):
             fitted = self._trained(stages, group, round, "adaptation.", fitting=True)
             for client, result in fitted.items():
                 params[client] = _sound(result).params
@@ -274,6 +281,19 @@ class ClientRuntime:
     def _newcoming(self) -> tuple[Stage, ...]:
         """What a held-out client does with the parameters it predicts with before it is evaluated."""
         return self.method.newcomer(self.world, self.config.train, self.config.federation.newcomer_epochs)
+
+    def _untrained(self, client: int) -> bool:
+        """Whether a client fits its local head before an evaluation because it was never picked."""
+        wanted = self.config.federation.never_picked == "fit" and bool(self.world.roles.local)
+        return wanted and self.states.get(client) is None
+
+    @property
+    def _first_fit(self) -> tuple[Stage, ...]:
+        """What a client that was never picked does then: what a held-out one does, on the tensors of its head."""
+        own = [(stage, [name for name in heads.NAMES if name in self.world.roles.local]) for stage in self._newcoming]
+        return tuple(
+            replace(stage, trainable=tuple(names)) for stage, names in own if names and set(names) <= {*stage.trainable}
+        )
 
     @property
     def _adapting(self) -> tuple[Stage, ...]:

@@ -265,6 +265,8 @@ class FederationConfig(Grown):
     """Share of the clients that never train. When above 0, only these are evaluated."""
     newcomer_epochs: Annotated[int, Field(ge=0, le=MOST_EPOCHS)] = 5
     """Epochs for which a held-out client fits its head, or what else its method says, before it is evaluated."""
+    never_picked: Literal["apart", "fit"] = "apart"
+    """Clients that never trained have an untrained local head. Show the figures of all others too, or fit that head."""
     away: dict[str, tuple[Positive, Positive]] = {}
     """Clients by name, each with the first and the last round in which it cannot be drawn."""
 

@@ -68,6 +68,8 @@ class World:
     """Side of a patch in pixels."""
     class_names: tuple[str, ...]
     client_names: Sequence[str]
+    epochs: int = 1
+    """E, local epochs of a round."""
     newcomers: frozenset[int] = frozenset()
     """Clients held out: they never train, and only they are evaluated."""
     roles: Roles = field(default_factory=Roles)
@@ -263,6 +265,8 @@ class Method:
 
     symbols: ClassVar[Mapping[str, str]] = {}
     """Symbols of the paper that configs may use for settings: symbol -> setting."""
+    retired: ClassVar[Mapping[str, str]] = {}
+    """Settings of earlier versions, with what to do instead: setting -> end of a sentence that starts "must"."""
 
     @property
     def recipe(self) -> Recipe:

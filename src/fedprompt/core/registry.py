@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedprompt.config import Config, Section, plugin_options
 from fedprompt.core.recipe import resolve
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, broken
 from fedprompt.extensions import Registry
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def build(method: Mapping[str, Any], variant: Mapping[str, Any] | None = None) -
 
 
 def setting_name(text: str) -> str:
-    """The setting that a paper's symbol means in some method (`v` for `predict_draws`); any other text is returned unchanged."""
+    """The setting that a paper's symbol means in some method (`V` for `predict_draws`); any other text is returned unchanged."""
     return next((cls.symbols[text] for cls in methods().values() if text in cls.symbols), text)
 
 
@@ -96,6 +96,8 @@ def _build(
     for symbol, setting in cls.symbols.items():
         if symbol in settings:
             settings[setting] = settings.pop(symbol)
+    for setting in sorted(set(cls.retired) & set(settings)):
+        raise ConfigError(broken(f"{kind}.{setting}", cls.retired[setting], settings[setting]))
     model = _settings_model(cls, frozenset(given))  # type: ignore[arg-type]  # a class is hashable
     return cls(**given, **plugin_options.checked(kind, name, model, settings))
 

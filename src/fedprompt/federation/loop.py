@@ -123,6 +123,11 @@ class Federation:
         return sample_tested(self.seed, everyone, self.config.federation.evaluate_clients)
 
     @cached_property
+    def picked(self) -> set[int]:
+        """Clients that were in a cohort so far."""
+        return {client for record in self.store.rounds() for client in record.cohort}
+
+    @cached_property
     def pool_rows(self) -> StoredRows:
         return StoredRows(self.store, self.world)
 
@@ -213,13 +218,23 @@ class Federation:
             loss=_mean_loss(updates.admitted.updates),
             bytes_down=updates.bytes_down,
             bytes_up=self._bytes_up(updates.admitted, updates.cohort),
-            summary=summarise(results[client] for client in sorted(results)) if results else None,
+            summary=self._summary(results, updates.cohort),
             seconds=clock.seconds,
         )
         server = self._commit(server, record, results, [*updates.events, *aggregated, *untested])
         self.observer.committed(record)
         self.choice.committed(round, record.summary)
         return server
+
+    def _summary(self, results: Mapping[int, ClientResult], cohort: Sequence[int]) -> dict[str, Any] | None:
+        """The figures of a round, where it was evaluated; local tensors of clients that were never picked are untrained."""
+        self.picked.update(cohort)
+        if not results:
+            return None
+        ordered = {client: results[client] for client in sorted(results)}
+        if not self.world.roles.local or self.world.newcomers:
+            return summarise(ordered.values())
+        return summarise(ordered.values(), [ordered[client] for client in ordered if client in self.picked])
 
     def _aggregate(self, server: Server, round: int, updates: RoundUpdates) -> tuple[Server, list[Event]]:
         """The server after the round, and events: capped weights and the privacy cost of the round."""

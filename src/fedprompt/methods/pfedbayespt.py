@@ -51,6 +51,8 @@ LOGVAR = "encoder.logvar."
 class PFedBayesPTD(WithHead):
     """Deterministic instance prompts beside a global one."""
 
+    symbols: ClassVar[Mapping[str, str]] = {"v": "instance_tokens"}
+
     prompt_tokens: Annotated[int, Field(ge=0)] = 10
     """K, tokens of the global prompt per prompted block."""
     depth: Annotated[int, Field(ge=1)] | None = None
@@ -191,7 +193,7 @@ class PFedBayesPTG(PFedBayesPTD):
 class PFedBayesPT(PFedBayesPTG):
     """Instance prompts with a semi-implicit posterior."""
 
-    symbols: ClassVar[Mapping[str, str]] = {"v": "predict_draws"}
+    symbols: ClassVar[Mapping[str, str]] = {"v": "instance_tokens", "V": "predict_draws"}
 
     keep_probability: Annotated[float, Field(ge=0, le=1)] = 0.9
     """Pi, with which a token of the features stays unmasked; CLS always does."""

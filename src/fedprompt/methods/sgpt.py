@@ -8,7 +8,7 @@ the final norm; with it off, CLS.
     similarity   c_g = cos(q, key_g); keys are normalised on use, so their lengths do not matter
     test         g = argmax c_g
     training     g = argmin (1 - c_g) (freq_g + 5e-4),   freq = counts / their sum (0 while there are none)
-    key loss     - mean c_g of the chosen groups, added to the cross-entropy in rounds 1..key_rounds
+    key loss     - mean c_g of the chosen groups, added to the cross-entropy in the first key_epochs epochs of stage 2
 
 Each round a client trains two blocks of coordinates one after the other, with a new optimiser:
 
@@ -16,16 +16,21 @@ Each round a client trains two blocks of coordinates one after the other, with a
     2. group prompts, keys and head, groups on
 
 The server averages shared prompts, group prompts (and the head, if shared) by sample count, and key g with weights n_kg
-/ sum_k n_kg, or 1/|S| if no more than `minimum_group` images of the cohort chose g. Then group prompts and keys are
-updated with momentum m: new = m old + (1 - m) average. The choices n_kg are added to `counts`, which never decay and
-which go down as a copy.
+/ sum_k n_kg, or 1/|S| if the cohort chose g no more than `minimum_group` times; each image chooses once in every epoch
+of stage 2. Then group prompts and keys are updated with momentum m: new = m old + (1 - m) average. The choices n_kg are
+added to `counts`, which never decay and which go down as a copy.
+
+From the official code: it compares the key loss's limit with the *local* epoch, counted from 0 in every round
+(`epoch <= 5`, so six epochs; with E = 5 the key loss is always on), and adds up choices over all epochs of stage 2.
+Blocks there: shared 0-3 and group 4-6 for CIFAR-100 with few classes, which are the defaults on a ViT-B; shared 0-4 and
+group 5-6 for Office, DomainNet and CIFAR-100 with 50 classes.
 
 Our choices where the source states nothing:
 
 - n_kg counts each training image of client k once, with its trained keys, by the training rule without the batch's
-  vote: the number of images that trained group g. Counts do not depend on how batches are cut.
+  vote, and stands for the same choice in every epoch. Counts do not depend on how batches are cut.
 - freq is a share, not a raw count: the 5e-4 then weighs the same in every round.
-- The key loss lasts `key_rounds` communication rounds (the code's `epoch <= 5`).
+- Where the key loss ends before stage 2 does, the rest of stage 2 starts with a new optimiser.
 - The vote of a batch (`batch_vote`) and the balancing are only for training. Before an evaluation, heads are tuned with
   groups chosen as at test.
 - A client does 2 E epochs. With `equal_compute` it does E in all: stage 1 gets the larger half of the epochs. A single
@@ -34,16 +39,16 @@ Our choices where the source states nothing:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
-from fedprompt.core.method import Batch, Client, Combine, Mixture, Prompts, Seen, Server, Stage, Upload, World
+from fedprompt.core.method import Batch, Combine, Mixture, Prompts, Seen, Server, Stage, Upload, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
@@ -84,6 +89,10 @@ class SharedPrompts(WithHead):
 class SGPT(SharedPrompts):
     """Shared prompts, and group prompts that every image picks by key, trained in turns."""
 
+    retired: ClassVar[Mapping[str, str]] = {
+        "key_rounds": "be left out: the key loss now lasts `key_epochs` local epochs of every round, as in the official code"
+    }
+
     groups: Annotated[int, Field(ge=1)] = 20
     """G, sets of group prompts and keys."""
     group_blocks: Blocks | None = None
@@ -96,10 +105,10 @@ class SGPT(SharedPrompts):
     """In training, use the most chosen group of a batch for the whole batch."""
     key_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the key loss."""
-    key_rounds: Annotated[int, Field(ge=0)] = 5
-    """First rounds with a key loss."""
+    key_epochs: Annotated[int, Field(ge=0)] = 6
+    """Epochs of every stage 2 with a key loss, from its first."""
     minimum_group: Annotated[int, Field(ge=0)] = 50
-    """Keys chosen by at most this number of images are averaged uniformly."""
+    """Keys chosen at most so often, in all epochs of stage 2 together, are averaged uniformly."""
     group_momentum: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the old group prompts in the new ones."""
     key_momentum: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -160,25 +169,24 @@ class SGPT(SharedPrompts):
     def download(self, world: World, server: Server, client: int) -> Tensors:
         return {**server.shared, "sent.counts": server.own["counts"]}
 
-    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
-        weight = self.key_weight if client.round <= self.key_rounds else 0.0
-        return {
-            **super().begin(world, client, received, local),
-            "key_weight": torch.tensor(weight, dtype=world.dtype, device=world.device),
-        }
-
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
-        first = SharedPrompts(self.head, self.finetune_epochs, self.shared_blocks, self.first_tokens)
-        stages = (
-            Stage(first, ("shared_prompts", *heads.NAMES), train.epochs, "shared"),
-            Stage(self, ("group_prompts", "keys", *heads.NAMES), train.epochs, "groups"),
-        )
-        if not self.equal_compute:
-            return stages
-        if train.epochs == 1:
-            return replace(stages[0], share=(0.0, 0.5)), replace(stages[1], share=(0.5, 1.0))
-        half = train.epochs // 2
-        return replace(stages[0], epochs=train.epochs - half), replace(stages[1], epochs=half)
+        first = second = train.epochs
+        middle = None
+        if self.equal_compute and train.epochs == 1:
+            middle = 0.5
+        elif self.equal_compute:
+            first, second = train.epochs - train.epochs // 2, train.epochs // 2
+        with_keys = min(second, self.key_epochs)
+        step = SharedPrompts(self.head, self.finetune_epochs, self.shared_blocks, self.first_tokens)
+        trained = ("group_prompts", "keys", *heads.NAMES)
+        shared = Stage(step, ("shared_prompts", *heads.NAMES), first, "shared", share=(0.0, middle or 1.0))
+        groups = Stage(self, trained, with_keys, "groups", share=(middle or 0.0, 1.0))
+        rest = replace(groups, step=replace(self, key_weight=0.0), epochs=second - with_keys, name="groups.rest")
+        return tuple(stage for stage in (shared, groups, rest) if stage.epochs)
+
+    def visits(self, epochs: int) -> float:
+        """How often stage 2 sees an image in a round of so many local epochs."""
+        return (epochs // 2 or 0.5) if self.equal_compute else epochs
 
     def likeness(self, params: Tensors, batch: Batch) -> Tensor:
         """Cosine of every query and every key, (B, G)."""
@@ -210,7 +218,7 @@ class SGPT(SharedPrompts):
 
     def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         plain = super().loss(world, params, logits, seen, batch, noise)
-        return plain - params["key_weight"] * batch.mean(seen.extra["likeness"])
+        return plain - self.key_weight * batch.mean(seen.extra["likeness"])
 
     def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
         likeness = self.likeness(params, batch)
@@ -227,7 +235,8 @@ class SGPT(SharedPrompts):
         averaged = super().aggregate(world, server, uploads, combine)
         choices = torch.stack([upload.tensors["choices"] for upload in uploads])  # (S, G)
         rows = []
-        for group, weights in enumerate(group_shares(choices, self.minimum_group).T.tolist()):
+        minimum = self.minimum_group / self.visits(world.epochs)
+        for group, weights in enumerate(group_shares(choices, minimum).T.tolist()):
             keys, before = [{"key": upload.tensors["keys"][group]} for upload in uploads], server.shared["keys"][group]
             rows.append(combine(keys, weights, {"key": before})["key"])
         shared = {**averaged.shared, "keys": torch.stack(rows)}
@@ -248,7 +257,7 @@ class SGPT(SharedPrompts):
         return tuple(replace(stage, step=step) for stage in stages)
 
 
-def group_shares(choices: Tensor, minimum: int) -> Tensor:
+def group_shares(choices: Tensor, minimum: float) -> Tensor:
     """Each client's share (S, G) in every group by its choices (S, G); equal shares where too few chose the group."""
     choices = choices.double()
     totals = choices.sum(0)

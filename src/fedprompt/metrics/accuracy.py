@@ -64,6 +64,7 @@ def is_result(values: Mapping[str, Any]) -> bool:
 def is_summary(values: Mapping[str, Any]) -> bool:
     """Whether a mapping that was read from a file has the figures `summarise` gives."""
     figures = all(_is_number(values[name]) if name in values else name in WITHHELD for name in AVERAGED)
+    figures = figures and all(_is_number(values[name]) for name in (*PICKED, "never_picked") if name in values)
     return figures and _are_numbers(values.get("domains")) and _are_numbers(values.get("diagnostics", {}))
 
 
@@ -75,8 +76,10 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def summarise(results: Iterable[ClientResult]) -> dict[str, Any]:
-    """The figures of one evaluated round, over all clients."""
+def summarise(results: Iterable[ClientResult], picked: Iterable[ClientResult] | None = None) -> dict[str, Any]:
+    """The figures of one evaluated round, over all clients. `picked` are those of clients that have trained, where some
+    have not: their Average and Worst Local come beside those of all.
+    """
     results = list(results)
     accuracies = np.array([result.accuracy for result in results])
     samples = sum(result.samples for result in results)
@@ -93,10 +96,20 @@ def summarise(results: Iterable[ClientResult]) -> dict[str, Any]:
         "pooled": sum(result.correct for result in results) / samples,
         "std": float(accuracies.std()),
         "bottom_decile": float(lowest.mean()),
+        **_of_picked(results, picked),
         **_uncertainty([result for result in results if result.nll is not None]),
         "domains": {name: correct / count for name, (count, correct) in sorted(domains.items())},
         "diagnostics": _means([result.diagnostics for result in results]),
     }
+
+
+def _of_picked(results: Sequence[ClientResult], picked: Iterable[ClientResult] | None) -> dict[str, float]:
+    """Average and Worst Local of the clients that were picked at least once, and how many never were."""
+    accuracies = [] if picked is None else [result.accuracy for result in picked]
+    if not accuracies or len(accuracies) == len(results):
+        return {}
+    mean, lowest = float(np.mean(accuracies)), min(accuracies)
+    return {"picked_average": mean, "picked_worst": lowest, "never_picked": len(results) - len(accuracies)}
 
 
 def _uncertainty(results: Sequence[ClientResult]) -> dict[str, float]:
@@ -117,6 +130,7 @@ def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 AVERAGED = ("average", "worst", "pooled", "std", "bottom_decile", "ece", "nll", "entropy", "mutual_information")
 WITHHELD = ("ece", "nll", "entropy", "mutual_information")  # absent if no client sends them
+PICKED = {"picked_average": "average", "picked_worst": "worst"}  # what they are where every client was picked
 
 
 def final_title(title: str) -> str:
@@ -136,6 +150,9 @@ def conclude(rounds: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:
     tail = rounds[-max(1, last) :]
     known = {name: [entry[name] for entry in tail if name in entry] for name in AVERAGED}
     means = {name: float(np.mean(values)) for name, values in known.items() if values}
+    if any("never_picked" in entry for entry in tail):
+        means |= {name: float(np.mean([entry.get(name, entry[all]) for entry in tail])) for name, all in PICKED.items()}
+        means["never_picked"] = tail[-1].get("never_picked", 0)
     best = max(rounds, key=lambda entry: entry["average"])
     return {
         **means,

@@ -116,6 +116,12 @@ COLUMNS = (
     Column("seconds", "Seconds", duration),
 )
 
+# shown where some clients never trained
+PICKED_COLUMNS = (
+    Column("picked_average", "Picked", percent, best=True, narrow=True),
+    Column("picked_worst", "Picked worst", percent, best=True, narrow=True),
+)
+
 # shown where a run tested classes that its federation never saw
 NOVEL_COLUMNS = (
     Column("local", "Local", percent, best=True, narrow=True),
@@ -125,10 +131,18 @@ NOVEL_COLUMNS = (
     Column("hm3", "HM3", percent),
 )
 
+SOMETIMES = (*PICKED_COLUMNS, *NOVEL_COLUMNS)
+
 EXPLANATION = (
     "Accuracies, Client std and ECE in per cent, mean ± sample standard deviation over seeds. {over} Best is the highest "
     "Average of any round. Up and Down are bytes per participating client and round; Total is both directions of the "
     "whole run, and Seconds are its time."
+)
+
+PICKED_EXPLANATION = (
+    "Picked and Picked worst: Average and Worst Local of the clients that have trained at least once. All others answer "
+    "with a local head as it started, so their accuracy is the share of one class and Worst Local is theirs; "
+    "federation.never_picked=fit lets them fit that head first."
 )
 
 NOVEL_EXPLANATION = (
@@ -140,7 +154,7 @@ NOVEL_EXPLANATION = (
 
 def all_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
     """The columns of every run, and those that some of these rows have."""
-    return COLUMNS + tuple(column for column in NOVEL_COLUMNS if any(row.values.get(column.key) for row in rows))
+    return COLUMNS + tuple(column for column in SOMETIMES if any(row.values.get(column.key) for row in rows))
 
 
 def columns(rows: Sequence[Row]) -> tuple[Column, ...]:
@@ -174,7 +188,7 @@ def row_of(family: Family) -> Row:
         of=family.of,
         ended=family.ended,
         images=_images(family),
-        values={column.key: spread(values[column.key] for values in each) for column in (*COLUMNS, *NOVEL_COLUMNS)},
+        values={column.key: spread(values[column.key] for values in each) for column in (*COLUMNS, *SOMETIMES)},
         settings=family.settings,
         repeated=family.repeated,
         attacked=any(run.config.attack is not None for run in family.runs),
@@ -203,7 +217,7 @@ def figures(run: Run) -> dict[str, float | None]:
     trained = [record for record in run.rounds() if record.cohort]  # no client trains in round 0
     participations = sum(len(record.cohort) for record in trained)
     return {
-        **{column.key: summary.get(column.key) for column in COLUMNS},
+        **{column.key: summary.get(column.key) for column in (*COLUMNS, *PICKED_COLUMNS)},
         **{column.key: novel.get(column.key) for column in NOVEL_COLUMNS},
         "bytes_up_each": sum(record.bytes_up for record in trained) / participations if trained else None,
         "bytes_down_each": sum(record.bytes_down for record in trained) / participations if trained else None,
@@ -229,6 +243,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     if newcomers and len(newcomers) == len(rows):
         newcomers = ["all rows"]
     some = [(row.title, row.settings["federation.evaluate_clients"]) for row in rows]
+    fitted = [row.title for row in rows if row.settings.get("federation.never_picked") == "fit"]
     early = [row.title for row in rows if not row.finished]
     repeated = [name for row in rows for name in row.repeated]
     attacked = [row.title for row in rows if row.attacked]
@@ -244,6 +259,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Not comparable, these settings differ", task),
         ("Different training budget or measurement", budget),
         ("Only clients held out of training are evaluated", newcomers),
+        ("Clients that were never picked fit their local head before they are evaluated", fitted),
         ("Clients that are evaluated for all, drawn once", [f"{who}: {count}" for who, count in some if count]),
         ("Some clients are malicious, and only the others are evaluated", attacked),
         ("Accuracies of validation images, not of test images", validation),
@@ -323,7 +339,9 @@ def explanations(rows: Sequence[Row]) -> list[str]:
         f"Final figures are those of the last evaluated round, all others are means of the last {last}evaluated rounds."
     )
     text = EXPLANATION.format(over="All are those of the last evaluated round." if rounds == 1 else means)
-    return [text] if all_columns(rows) == COLUMNS else [text, NOVEL_EXPLANATION]
+    shown = all_columns(rows)
+    more = ((PICKED_COLUMNS, PICKED_EXPLANATION), (NOVEL_COLUMNS, NOVEL_EXPLANATION))
+    return [text, *(each for group, each in more if any(column in shown for column in group))]
 
 
 def markdown_escape(text: str) -> str:

@@ -270,9 +270,14 @@ def test_protocols_are_planned_without_torch() -> None:
 def test_a_papers_symbol_stands_for_its_setting(tmp_path: Path) -> None:
     path = tmp_path / "bayes.yaml"
     path.write_text(BAYES)
-    by_symbol, by_name = (protocols.sweep(f"method.{name}=1..3", path) for name in ("v", "predict_draws"))
+    by_symbol, by_name = (protocols.sweep(f"method.{name}=1..3", path) for name in ("V", "predict_draws"))
     assert by_symbol == by_name
     assert [config.method["predict_draws"] for config in by_symbol.configs] == [1, 2, 3]
-    assert registry.build({"name": "pfedbayespt", "v": 7}) == registry.build(
+    assert registry.build({"name": "pfedbayespt", "V": 7}) == registry.build(
         {"name": "pfedbayespt", "predict_draws": 7}
     )
+
+
+@pytest.mark.parametrize("name", ["pfedbayespt", "pfedbayespt_g", "pfedbayespt_d"])
+def test_small_v_is_the_length_of_an_instance_prompt_as_in_the_paper(name: str) -> None:
+    assert registry.build({"name": name, "v": 3}) == registry.build({"name": name, "instance_tokens": 3})

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import NaiveVPT, as_tensor
@@ -20,13 +21,13 @@ from fedprompt.client.runtime import ClientRuntime
 from fedprompt.client.step import forward, make_batch, step_loss
 from fedprompt.config import TrainConfig
 from fedprompt.core.client_sampling import sample_cohort
-from fedprompt.core.method import Batch, Client, Server, Upload, World
+from fedprompt.core.method import Batch, Client, Seen, Server, Upload, World
 from fedprompt.core.registry import build
 from fedprompt.data.cache.pixel_store import ImageStore, normalise
 from fedprompt.errors import ConfigError
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.federation.aggregate import weighted_mean
-from fedprompt.methods.pep_fedpt import PEPFedPT
+from fedprompt.methods.pep_fedpt import PEPFedPT, fitting_temperature
 from fedprompt.random_streams import stream
 from fedprompt.tensors import Tensors
 
@@ -59,6 +60,7 @@ def parameters(
         **make_world(method).roles.shared,
         "prior": prior,
         "sent.known": torch.ones(CLASSES) if known is None else known,
+        "sent.temperature": torch.tensor(0.1),
         "sent.prototypes": random(CLASSES, WIDTH, seed=5) if prototypes is None else prototypes,
     }
 
@@ -70,9 +72,9 @@ def test_the_weights_of_two_classes_are_those_of_bayes_rule() -> None:
     """z = mu_0, orthogonal prototypes, tau 1: s_0 = e / (e + 3) for priors 1/4 and 3/4; kappa 2 squares the odds of the prior."""
     query, prototypes, known = torch.tensor([[1.0, 0.0]]), torch.eye(2), torch.ones(2)
     prior = torch.tensor([0.25, 0.75])
-    one = PEPFedPT(temperature=1.0).class_weights(query, prototypes, known, prior)[0, 0]
-    squared = PEPFedPT(temperature=1.0, kappa=2.0).class_weights(query, prototypes, known, prior)[0, 0]
-    sharp = PEPFedPT(temperature=0.5).class_weights(query, prototypes, known, prior)[0, 0]
+    one = PEPFedPT().class_weights(query, prototypes, known, prior, 1.0)[0, 0]
+    squared = PEPFedPT(kappa=2.0).class_weights(query, prototypes, known, prior, 1.0)[0, 0]
+    sharp = PEPFedPT().class_weights(query, prototypes, known, prior, 0.5)[0, 0]
     assert one.item() == pytest.approx(2.718281828 / (2.718281828 + 3))
     assert squared.item() == pytest.approx(2.718281828 / (2.718281828 + 9))
     assert sharp.item() == pytest.approx(7.389056099 / (7.389056099 + 3))
@@ -80,10 +82,89 @@ def test_the_weights_of_two_classes_are_those_of_bayes_rule() -> None:
 
 def test_a_squared_distance_is_halved() -> None:
     """|z - mu_0|^2 = 0 and |z - mu_1|^2 = 4 at tau 1: odds e^2."""
-    method = PEPFedPT(temperature=1.0, similarity="neg_sq_dist")
+    method = PEPFedPT(similarity="neg_sq_dist")
     prototypes = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
-    weights = method.class_weights(torch.tensor([[1.0, 0.0]]), prototypes, torch.ones(2), torch.full((2,), 0.5))
+    weights = method.class_weights(torch.tensor([[1.0, 0.0]]), prototypes, torch.ones(2), torch.full((2,), 0.5), 1.0)
     assert (weights[0, 0] / weights[0, 1]).item() == pytest.approx(7.389056099, rel=1e-5)
+
+
+def test_the_temperature_that_fits_is_the_variance_around_prototypes_over_25_directions() -> None:
+    """Class 0 has (1, 0) and (0, 1), class 1 twice (1, 0): w = (1 + 0) / (4 - 2) * (1 + 2 / 4) = 0.75."""
+    sums, counts = torch.tensor([[1.0, 1.0], [2.0, 0.0]]), torch.tensor([2.0, 2.0])
+    assert fitting_temperature(sums, counts, "neg_sq_dist").item() == pytest.approx(0.75 / 25)
+    assert fitting_temperature(sums, counts, "cosine").item() == pytest.approx(0.75 / 25 / 0.25**0.5)
+    alone = fitting_temperature(sums, torch.ones(2), "cosine").item()  # one image a class says nothing of a variance
+    assert alone == pytest.approx(0.1)
+
+
+def concentrated(images: int, classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Features of length one as pretrained backbones give them: a large common part, classes and noise in few directions."""
+    labels = torch.arange(images) % classes
+    centres = 3.0 * random(1, 64, seed=seed) + 0.5 * random(classes, 64, seed=seed + 1)
+    spread = torch.linspace(1, 0.05, 64)
+    return F.normalize(centres[labels] + 0.7 * spread * random(images, 64, seed=seed + 2), dim=-1), labels
+
+
+def test_where_prototypes_are_alike_the_fitting_temperature_tells_classes_apart_and_a_tenth_does_not() -> None:
+    queries, labels = concentrated(300, 6)
+    sums = torch.stack([queries[labels == number].sum(0) for number in range(6)])
+    counts = torch.bincount(labels).float()
+    tau = fitting_temperature(sums, counts, "cosine")
+    weigh, known = PEPFedPT().class_weights, torch.ones(6)
+    means = sums / counts[:, None]
+    assert torch.cosine_similarity(means[:1], means[1:]).min() > 0.9
+    fitting, tenth = (
+        weigh(queries, means, known, known / 6, each)[torch.arange(300), labels] for each in (tau, torch.tensor(0.1))
+    )
+    assert tenth.mean() < 0.35
+    assert fitting.mean() > 2 * tenth.mean()
+    assert fitting.clamp_min(1e-9).log().mean() > tenth.log().mean()  # likelier, and not only sharper
+
+
+def test_the_temperature_of_a_run_is_that_of_all_images_and_is_sent(settings: Any) -> None:
+    done = run(settings(method={"name": "pep_fedpt"}, federation={"rounds": 1}))
+    server = server_tensors(done)
+    assert 0.01 <= server["temperature"].item() <= 0.1
+    fixed = run(settings(name="fixed", method={"name": "pep_fedpt", "temperature": 0.1}, federation={"rounds": 1}))
+    assert "temperature" not in server_tensors(fixed)
+    difference = done.rounds()[1].bytes_down - fixed.rounds()[1].bytes_down
+    assert difference == 4 * 4  # a number for each of four clients
+    assert done.rounds()[0].bytes_up == fixed.rounds()[0].bytes_up  # and nothing more is uploaded
+
+
+def test_the_control_without_tokens_is_a_shared_head_with_the_log_prior_on_its_logits() -> None:
+    method = PEPFedPT(shared_tokens=0, class_tokens=0, logit_prior=1.0)
+    prior = torch.tensor([0.75, 0.25, 0.0, 0.0])
+    params = {**parameters(method, prior), "head.weight": random(CLASSES, WIDTH), "head.bias": random(CLASSES, seed=1)}
+    cls = random(3, WIDTH, seed=2)
+    found = method.logits(make_world(method), params, Seen(cls=cls), Batch(torch.zeros(3)), {})
+    expected = cls @ params["head.weight"].T + params["head.bias"] + torch.tensor([0.75, 0.25, 1e-3, 1e-3]).log()
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_temperature_from_the_data_needs_queries_of_length_one(settings: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"method\.temperature must be a number if .*normalise_query is false, got 'auto'"
+    ):
+        run(settings(method={"name": "pep_fedpt", "normalise_query": False}))
+
+
+def test_diagnostics_say_how_sharp_the_weights_are_and_what_the_true_class_gets() -> None:
+    method = PEPFedPT()
+    seen = Seen(extra={"weights": torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 0.0, 0.0]])})
+    found = method.diagnostics(make_world(method), {}, seen, Batch(torch.tensor([0, 1])))
+    torch.testing.assert_close(found["class_weights.entropy"], torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(found["class_weights.true_class"], torch.tensor([0.25, 1.0]))
+
+
+def test_the_control_needs_no_pass_with_prompts_and_runs(settings: Any) -> None:
+    control = {"name": "pep_fedpt", "shared_tokens": 0, "class_tokens": 0, "logit_prior": 1.0}
+    partition = {"scheme": "dirichlet", "clients": 4, "alpha": 0.3, "min_train": 2}
+    plain, adjusted = (
+        run(settings(name=name, method=method, partition=partition))
+        for name, method in (("plain", {"name": "head_tune"}), ("adjusted", control))
+    )
+    assert adjusted.summary()["average"] >= plain.summary()["average"]
 
 
 @given(
@@ -97,10 +178,10 @@ def test_a_squared_distance_is_halved() -> None:
 def test_weights_are_in_the_simplex_and_gradients_finite_whatever_is_missing(
     similarity: Any, temperature: float, kappa: float, prior: list[float], known: list[float], scale: float
 ) -> None:
-    method = PEPFedPT(similarity=similarity, temperature=temperature, kappa=kappa)
+    method = PEPFedPT(similarity=similarity, kappa=kappa)
     query = (scale * random(5, WIDTH)).requires_grad_()
     prototypes = (random(CLASSES, WIDTH, seed=1) * torch.tensor(known)[:, None]).requires_grad_()
-    weights = method.class_weights(query, prototypes, torch.tensor(known), torch.tensor(prior))
+    weights = method.class_weights(query, prototypes, torch.tensor(known), torch.tensor(prior), temperature)
     assert weights.shape == (5, CLASSES)
     assert (weights >= 0).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(5))
@@ -209,11 +290,11 @@ def test_the_prior_is_the_smoothed_share_of_a_clients_classes() -> None:
     assert torch.equal(PEPFedPT().enrol(world, make_client(0, [0, 0, 0, 0]))["prior"], torch.zeros(CLASSES))
 
 
-def test_a_held_out_client_has_a_uniform_prior_unless_told_otherwise() -> None:
+def test_a_held_out_client_has_its_own_prior_unless_told_otherwise() -> None:
     newcomer = make_client(2, [6, 2, 0, 0])
     world = make_world(PEPFedPT(), newcomers=frozenset({2}))
-    assert torch.equal(PEPFedPT().enrol(world, newcomer)["prior"], UNIFORM)
-    own = PEPFedPT(newcomer_prior="own", prior="uniform").enrol(world, newcomer)["prior"]
+    assert torch.equal(PEPFedPT(newcomer_prior="uniform").enrol(world, newcomer)["prior"], UNIFORM)
+    own = PEPFedPT(prior="uniform").enrol(world, newcomer)["prior"]
     torch.testing.assert_close(own, torch.tensor([0.75, 0.25, 0.0, 0.0]))
 
 
@@ -301,7 +382,7 @@ def test_class_prompts_are_combined_the_federations_way() -> None:
 
 def test_inline_prototypes_move_for_classes_that_are_present_and_are_set_at_first_sight() -> None:
     """Known and present: 0.9 * 10 + 0.1 * (1*1 + 3*2) / 4; known, absent; new, present; new, absent."""
-    method = PEPFedPT(query="inline")
+    method = PEPFedPT(query="inline", temperature=0.1)
     world = make_world(method)
     before = torch.tensor([10.0, 10.0, 0.0, 0.0])[:, None].expand(-1, WIDTH)
     server = Server(world.roles.shared, {"prototypes": before, "known": torch.tensor([1.0, 1.0, 0.0, 0.0])})
@@ -571,7 +652,8 @@ def class_means(parts: list[dict[int, tuple[Tensor, int]]]) -> dict[int, Tensor]
 )
 def test_two_rounds_equal_the_naive_implementation(vit_settings: Any, naive: NaiveVPT, chosen: dict[str, Any]) -> None:
     values = vit_settings(
-        method={"name": "pep_fedpt", "shared_tokens": 3, **chosen}, federation={"rounds": 2, "fraction": 0.5}
+        method={"name": "pep_fedpt", "shared_tokens": 3, "temperature": 0.1, **chosen},
+        federation={"rounds": 2, "fraction": 0.5},
     )
     made = experiment(values)
     source, manifest, _, world = made.factory.prepare()
@@ -671,6 +753,7 @@ def test_an_inline_query_is_the_row_that_enters_the_class_block_and_passes_no_gr
         "prior": torch.full((world.classes,), 1 / world.classes),
         "sent.prototypes": random(world.classes, world.width, seed=3),
         "sent.known": torch.ones(world.classes),
+        "sent.temperature": torch.tensor(0.1),
     }
 
     def gradient(step: PEPFedPT) -> Tensor:
@@ -681,7 +764,7 @@ def test_an_inline_query_is_the_row_that_enters_the_class_block_and_passes_no_gr
     seen = forward(method, world, params, images, positions, make_batch(method, images, positions, training=True), {})
 
     class Constant(PEPFedPT):
-        def class_weights(self, query: Tensor, prototypes: Tensor, known: Tensor, prior: Tensor) -> Tensor:
+        def class_weights(self, query: Tensor, *given: Tensor | float) -> Tensor:  # type: ignore[override]
             return seen.extra["weights"].detach()
 
     stopped = gradient(method)

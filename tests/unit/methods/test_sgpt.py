@@ -185,7 +185,7 @@ def orders(round: int, client: int, size: int) -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("head", ["local", "shared"])
 def test_three_rounds_equal_the_naive_implementation(settings: Any, folder: Path, head: str) -> None:
-    minimum, group_momentum, key_momentum, rounds, key_rounds = 9, 0.25, 0.75, 3, 2
+    minimum, group_momentum, key_momentum, rounds = 18, 0.25, 0.75, 3
     values = settings(
         backbone={"name": str(folder), "mean": list(GREY), "std": list(GREY)},
         train={"lr": LR, "batch_size": BATCH, "epochs": EPOCHS, "momentum": MOMENTUM, "weight_decay": DECAY},
@@ -199,7 +199,6 @@ def test_three_rounds_equal_the_naive_implementation(settings: Any, folder: Path
             "minimum_group": minimum,
             "group_momentum": group_momentum,
             "key_momentum": key_momentum,
-            "key_rounds": key_rounds,
         },
         federation={"rounds": rounds, "fraction": 0.5},
     )
@@ -222,7 +221,7 @@ def test_three_rounds_equal_the_naive_implementation(settings: Any, folder: Path
             begun = {**state, **(heads[client] if head == "local" else {})}
             begun["group_prompts"] = begun["group_prompts"].reshape(3, 2, 1, 32)
             after, picks = naive.local_training(
-                images, labels, begun, counts, round <= key_rounds, list(orders(round, client, len(indices)))
+                images, labels, begun, counts, True, list(orders(round, client, len(indices)))
             )
             heads[client] = {name: after[name] for name in heads[client]}
             results.append((len(indices), after, picks))
@@ -230,10 +229,9 @@ def test_three_rounds_equal_the_naive_implementation(settings: Any, folder: Path
         mean = {name: sum(size / total * after[name] for size, after, _ in results) for name in state}
         for group in range(3):
             choosers = sum(float(picks[group]) for _, _, picks in results)
-            sparse, dense = sparse + (choosers <= minimum), dense + (choosers > minimum)
-            share = [
-                float(picks[group]) / choosers if choosers > minimum else 1 / len(results) for *_, picks in results
-            ]
+            often = EPOCHS * choosers > minimum
+            sparse, dense = sparse + (not often), dense + often
+            share = [float(picks[group]) / choosers if often else 1 / len(results) for *_, picks in results]
             mean["keys"][group] = sum(
                 part * after["keys"][group] for part, (_, after, _) in zip(share, results, strict=True)
             )
@@ -403,21 +401,56 @@ def test_a_query_after_all_blocks_is_the_usual_one_and_an_earlier_one_is_not(set
 # --- losses, gradients and stages
 
 
-def test_the_key_loss_ends_after_its_rounds(settings: Any) -> None:
-    bench = Bench(settings(), SGPT(groups=3, key_rounds=4, key_weight=0.5))
+def test_the_key_loss_is_on_in_every_round_of_five_epochs(settings: Any) -> None:
+    bench = Bench(settings(train={"epochs": 5}), SGPT(groups=3, key_weight=0.5))
     positions = torch.arange(8)
     batch = make_batch(bench.method, bench.images, positions, training=True)
-    likeness = bench.method.likeness(bench.params(), batch)
-    with_keys, without = bench.loss(bench.params(4), positions), bench.loss(bench.params(5), positions)
-    # nothing was counted yet, so every image has chosen its nearest key
-    torch.testing.assert_close(without - with_keys, 0.5 * likeness.max(-1).values.mean(), atol=1e-5, rtol=1e-5)
+    (_, second) = bench.method.stages(bench.world, bench.train)
+    assert second.epochs == 5
+    silent = replace(bench.method, key_weight=0.0)
+    for round in (1, 6, 100):
+        params = bench.params(round)
+        seen = forward(silent, bench.world, params, bench.images, positions, batch, {})
+        losses = [
+            each.loss(bench.world, params, each.logits(bench.world, params, seen, batch, {}), seen, batch, {})
+            for each in (second.step, silent)
+        ]
+        # nothing was counted yet, so every image has chosen its nearest key
+        nearest = bench.method.likeness(params, batch).max(-1).values.mean()
+        torch.testing.assert_close(losses[1] - losses[0], 0.5 * nearest, atol=1e-5, rtol=1e-5)
+
+
+def test_the_key_loss_ends_within_a_round_after_its_local_epochs(settings: Any) -> None:
+    bench = Bench(settings(train={"epochs": 5}), SGPT(groups=3, key_epochs=2))
+    _, with_keys, rest = bench.method.stages(bench.world, bench.train)
+    assert (with_keys.epochs, rest.epochs) == (2, 3)
+    before = bench.params()
+    after, _ = trained_alone(bench.runtime, (rest,), before, 1, 0, "")
+    assert torch.equal(before["keys"], after["keys"])
+    after, _ = trained_alone(bench.runtime, (with_keys,), before, 1, 0, "")
+    assert not torch.equal(before["keys"], after["keys"])
+
+
+def test_choices_add_up_over_the_epochs_of_the_second_stage_before_they_are_too_few() -> None:
+    method = SGPT(groups=2, minimum_group=50, key_momentum=0.0)
+    choices = [[11.0, 3.0], [0.0, 7.0]]  # 11 and 10 images, so 55 and 50 choices in five epochs
+    for epochs, shares in ((1, [1 / 2, 1 / 2]), (5, [0.0, 1 / 2])):
+        world = replace(declared(method, toy_world()), epochs=epochs)
+        server = Server(world.roles.shared, world.roles.server)
+        after = method.aggregate(world, server, two_uploads(world, choices), weighted_mean)
+        assert after.shared["keys"][:, 0].tolist() == shares
+
+
+def test_a_retired_setting_is_refused_with_what_to_do(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"method\.key_rounds must be left out: .*`key_epochs` local epochs.*, got 5"):
+        run(settings(method={"name": "sgpt", "key_rounds": 5}))
 
 
 def test_groups_that_nobody_chose_get_no_gradient_and_keys_learn_from_the_key_loss_alone(settings: Any) -> None:
     bench = Bench(settings(), SGPT(groups=5))
     positions = torch.arange(4)
-    for round, keys_learn in ((1, True), (6, False)):
-        params = bench.params(round)
+    for weight, keys_learn in ((1.0, True), (0.0, False)):
+        bench.method, params = replace(bench.method, key_weight=weight), bench.params()
         leaves = {name: params[name].clone().requires_grad_() for name in ("group_prompts", "keys")}
         loss = bench.loss({**params, **leaves}, positions)
         prompts, keys = torch.autograd.grad(loss, list(leaves.values()))
