@@ -40,9 +40,9 @@ VARIANTS: Registry[type[Method]] = Registry(
 )
 
 
-def register(name: str) -> Callable[[Class], Class]:
-    """Make a method known under a name: `method: {name: ...}` in a config."""
-    return METHODS.registrar(name)
+def register(name: str, formerly: str | None = None) -> Callable[[Class], Class]:
+    """Make a method known under a name: `method: {name: ...}` in a config. An earlier name still works."""
+    return METHODS.registrar(name, formerly)
 
 
 def register_variant(name: str) -> Callable[[Class], Class]:
@@ -74,7 +74,7 @@ def setting_name(text: str) -> str:
 def completed(config: Config) -> Config:
     """The config with every setting of its method and variant spelled out, so that its hash covers defaults too."""
     built = build(config.method, config.variant)
-    update = {"method": {"name": config.method["name"], **_settings(getattr(built, "inner", built))}}
+    update = {"method": {"name": METHODS.current(config.method["name"]), **_settings(getattr(built, "inner", built))}}
     if config.variant is not None:
         update["variant"] = {"name": config.variant["name"], **_settings(built)}
     return config.model_copy(update=update)
