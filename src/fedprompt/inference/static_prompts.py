@@ -26,7 +26,12 @@ from fedprompt.modules.insertion import VisionPrompt
 from fedprompt.tensors import Tensors
 
 SAME = 1e-4  # largest difference between two equal probabilities
-FEATURES = {("cls",): "CLS", ("cls", "prompts"): "CLS and prompts", ("image",): "image"}  # what can be read
+FEATURES = {
+    ("cls",): "CLS",
+    ("cls", "prompts"): "CLS and prompts",
+    ("image",): "image",
+    ("image_raw",): "image before it is normalised",
+}  # what can be read
 
 
 @dataclass(frozen=True)
