@@ -9,6 +9,9 @@ space, into which its text tower maps class names. Logits are scale * <image, te
 | `image_raw` | (B, D) | the same before it is normalised to length 1 |
 | `image_patches` | (B, M, D) | every patch, by the same map |
 
+The length of `image_raw` is part of what CLIP learned, about 10. A bridge was trained on unit vectors only, so the length of
+its vectors (850 for `mini`, 390 for `b16`) means nothing; they are scaled to about 10 (`RAW_SCALES`).
+
 CLIP maps its CLS row. A bridge may map [CLS ; mean of the patches], known by its width; for patch m it then maps [CLS ;
 patch m].
 """
@@ -34,6 +37,7 @@ from fedprompt.errors import BackboneError, broken
 from fedprompt.modules.contexts import Language, Position
 from fedprompt.modules.insertion import VisionPrompt
 
+RAW_SCALES = {"mini": 1 / 85, "b16": 1 / 39}  # of the bridges
 JOINT_READS = ("image", "image_raw", "image_patches")
 REMEMBERED_BYTES = 256 * 2**20  # of text features, per set of class names
 
@@ -98,6 +102,11 @@ class DualEncoder(ViT):
         return {**super().reads, **joint}
 
     @property
+    def raw_scale(self) -> float:
+        """Factor on vectors that are not normalised."""
+        return RAW_SCALES.get(self.name, 1.0)
+
+    @property
     def averages_patches(self) -> bool:
         return self.image_projection.width == 2 * self.shape.width
 
@@ -125,8 +134,9 @@ class DualEncoder(ViT):
         if whole_image:
             row = seen["cls"]
             mean = [seen["patches"].mean(1)] if self.averages_patches else []
-            seen["image_raw"] = self.image_projection.raw(torch.cat([row, *mean], dim=-1))
-            seen["image"] = unit(seen["image_raw"])
+            vectors = self.image_projection.raw(torch.cat([row, *mean], dim=-1))
+            seen["image_raw"] = self.raw_scale * vectors
+            seen["image"] = unit(vectors)
         if "image_patches" in wanted:
             patches = seen["patches"]
             whole = [seen["cls"].unsqueeze(1).expand_as(patches)] if self.averages_patches else []
