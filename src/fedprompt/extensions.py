@@ -57,13 +57,16 @@ class Registry(Generic[Thing]):
         self.fixed = (*words, *builtin)
         self.words = frozenset(words)
         self._table: dict[str, Thing] = {}
+        self._earlier: dict[str, str] = {}  # earlier name -> name of today
         self._at_home = False
 
-    def registrar(self, name: str) -> Callable[[Decorated], Decorated]:
-        """A decorator that adds what stands below it."""
+    def registrar(self, name: str, formerly: str | None = None) -> Callable[[Decorated], Decorated]:
+        """A decorator that adds what stands below it; `formerly` is a name it had before, which is still accepted."""
 
         def add(thing: Decorated) -> Decorated:
             self.add(name, thing)
+            if formerly is not None:
+                self._earlier[formerly] = name
             return thing
 
         return add
@@ -73,6 +76,9 @@ class Registry(Generic[Thing]):
         if not NAME.fullmatch(name):
             raise ConfigError(broken(self.field, "be registered as letters, digits and any of . _ + -", name))
         held = self._table.get(name)
+        if name in self._earlier:
+            rule = f"not be registered as the earlier name of {self._earlier[name]!r}"
+            raise ConfigError(broken(self.field, rule, name))
         if name in self.words:
             raise ConfigError(broken(self.field, f"not be one of {', '.join(self.words)}, which have a meaning", name))
         if not callable(thing) or not hasattr(thing, "__qualname__"):
@@ -104,9 +110,14 @@ class Registry(Generic[Thing]):
     def __contains__(self, name: str) -> bool:
         return name in self.fixed or name in self._table or name in self.names()
 
-    def get(self, name: str) -> Thing:
-        """The thing of this name. Other packages are loaded only if this package has none."""
+    def current(self, name: str) -> str:
+        """The current name of something that was renamed; any other name is returned unchanged."""
         self._load_home()
+        return self._earlier.get(name, name)
+
+    def get(self, name: str) -> Thing:
+        """The thing of this name or earlier name. Other packages are loaded only if this package has none."""
+        name = self.current(name)
         if name not in self._table:
             self._load_others()
         if name not in self._table:

@@ -6,7 +6,11 @@ space, into which its text tower maps class names. Logits are scale * <image, te
 | read | shape | what |
 |---|---|---|
 | `image` | (B, D) | the whole image |
+| `image_raw` | (B, D) | the same before it is normalised to length 1 |
 | `image_patches` | (B, M, D) | every patch, by the same map |
+
+The length of `image_raw` is part of what CLIP learned, about 10. A bridge was trained on unit vectors only, so the length of
+its vectors (850 for `mini`, 390 for `b16`) means nothing; they are scaled to about 10 (`RAW_SCALES`).
 
 CLIP maps its CLS row. A bridge may map [CLS ; mean of the patches], known by its width; for patch m it then maps [CLS ;
 patch m].
@@ -26,14 +30,15 @@ import torch
 from torch import Tensor
 
 from fedprompt.backbones.layers import update_digest
-from fedprompt.backbones.projection import Projection
+from fedprompt.backbones.projection import Projection, unit
 from fedprompt.backbones.text_tower import TextTower
 from fedprompt.backbones.vit import ViT
 from fedprompt.errors import BackboneError, broken
 from fedprompt.modules.contexts import Language, Position
 from fedprompt.modules.insertion import VisionPrompt
 
-JOINT_READS = ("image", "image_patches")
+RAW_SCALES = {"mini": 1 / 85, "b16": 1 / 39}  # of the bridges
+JOINT_READS = ("image", "image_raw", "image_patches")
 REMEMBERED_BYTES = 256 * 2**20  # of text features, per set of class names
 
 
@@ -89,8 +94,17 @@ class DualEncoder(ViT):
 
     @property
     def reads(self) -> dict[str, int]:
-        joint = {"image": self.features, "image_patches": self.shape.patches * self.features}
+        joint = {
+            "image": self.features,
+            "image_raw": self.features,
+            "image_patches": self.shape.patches * self.features,
+        }
         return {**super().reads, **joint}
+
+    @property
+    def raw_scale(self) -> float:
+        """Factor on vectors that are not normalised."""
+        return RAW_SCALES.get(self.name, 1.0)
 
     @property
     def averages_patches(self) -> bool:
@@ -108,18 +122,21 @@ class DualEncoder(ViT):
         start: int = 0,
         pause: tuple[int, Callable[[Tensor], Sequence[VisionPrompt]]] | None = None,
     ) -> dict[str, Tensor]:
-        """As `ViT.run`, and `image` and `image_patches` can be read too."""
+        """As `ViT.run`, and `image`, `image_raw` and `image_patches` can be read too."""
         wanted = frozenset(reads)
+        whole_image = bool(wanted & {"image", "image_raw"})
         rows = set(wanted.difference(JOINT_READS))
-        if "image" in wanted or ("image_patches" in wanted and self.averages_patches):
+        if whole_image or ("image_patches" in wanted and self.averages_patches):
             rows.add("cls")
-        if "image_patches" in wanted or ("image" in wanted and self.averages_patches):
+        if "image_patches" in wanted or (whole_image and self.averages_patches):
             rows.add("patches")
         seen = super().run(tokens, prompts, rows, start, pause)
-        if "image" in wanted:
+        if whole_image:
             row = seen["cls"]
             mean = [seen["patches"].mean(1)] if self.averages_patches else []
-            seen["image"] = self.image_projection(torch.cat([row, *mean], dim=-1))
+            vectors = self.image_projection.raw(torch.cat([row, *mean], dim=-1))
+            seen["image_raw"] = self.raw_scale * vectors
+            seen["image"] = unit(vectors)
         if "image_patches" in wanted:
             patches = seen["patches"]
             whole = [seen["cls"].unsqueeze(1).expand_as(patches)] if self.averages_patches else []
@@ -147,8 +164,13 @@ class DualEncoder(ViT):
             ]
             return torch.cat([contexts.new_empty(0, len(class_names), self.features), *each])
 
-        room = self.text.room(names)
-        return Language(self.text.shape.width, self.features, self.scale, self.text.words, encode, room)
+        def encode_names() -> Tensor:
+            bare = dataclasses.replace(names, stops=((),) * len(names.ids), layouts={})
+            with torch.no_grad():
+                return self.text.encode(self.text.words("").unsqueeze(0), bare)[0]
+
+        width, room = self.text.shape.width, self.text.room(names)
+        return Language(width, self.features, self.scale, self.text.words, encode, room, encode_names)
 
     def digest(self) -> str:
         sha = hashlib.sha256(f"{super().digest()} {self.text.digest()} {self.scale}".encode())

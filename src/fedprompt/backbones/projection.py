@@ -50,12 +50,22 @@ class Projection:
         """Of what comes out."""
         return int(self.weights["linear.weight"].shape[0])
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Unit vectors of the shared space."""
+    def raw(self, x: Tensor) -> Tensor:
+        """Vectors of the shared space before they are normalised."""
         y = F.linear(x, self.weights["linear.weight"], self.weights.get("linear.bias"))
         if "hidden.weight" in self.weights:
             y = y + layers.linear(self.weights, "output", F.gelu(layers.linear(self.weights, "hidden", x)))
-        return F.normalize(y, dim=-1)
+        return y
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Unit vectors of the shared space."""
+        return unit(self.raw(x))
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Vectors of length 1, computed in at least float32: in bfloat16 lengths are off by up to 0.3 per cent, and so are logits."""
+    precise = torch.promote_types(vectors.dtype, torch.float32)
+    return F.normalize(vectors.to(precise), dim=-1).to(vectors.dtype)
 
 
 def projection(tensors: Mapping[str, Tensor], prefix: str) -> Projection:

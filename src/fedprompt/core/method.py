@@ -161,6 +161,7 @@ class Seen:
     patches: Tensor | None = None  # (repeat * B, M, d), when the method reads it
     prompts: Tensor | None = None  # (repeat * B, P, d), when the method reads it
     image: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, D)
+    image_raw: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, D), before it is normalised
     image_patches: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, M, D)
     text: Tensors = field(default_factory=dict)  # (C, D) of every context in `Prompts.text`
     extra: Tensors = field(default_factory=dict)
@@ -291,6 +292,11 @@ class Method:
         return True
 
     @property
+    def weighs_evenly(self) -> bool:
+        """Whether all clients of a cohort count the same in its averages, whatever `federation.weighting` is."""
+        return False
+
+    @property
     def sums_suffice(self) -> bool:
         """Whether `survey` and `aggregate` need of a cohort only the mean of its shared tensors and the sums of its statistics.
 
@@ -301,7 +307,9 @@ class Method:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What `logits` reads of the prompted backbone: "cls", "patches", "prompts"; of a dual encoder also "image", "image_patches"."""
+        """What `logits` reads of the prompted backbone: "cls", "patches", "prompts"; of a dual encoder also "image",
+        "image_raw", "image_patches".
+        """
         return ("cls",)
 
     @property
@@ -309,8 +317,8 @@ class Method:
         """Un-prompted features of each image that the step uses.
 
         "cls" (B, d) and "patches" (B, M, d) after the last block and the final norm, "cls:q" (B, d) after the first q blocks and the final
-        norm, "block_inputs" (B, L, T, d), "block_inputs:q" (B, q, T, d) of the first q blocks; of a dual encoder also "image" (B, D) and
-        "image_patches" (B, M, D).
+        norm, "block_inputs" (B, L, T, d), "block_inputs:q" (B, q, T, d) of the first q blocks; of a dual encoder also "image" (B, D),
+        "image_raw" (B, D), which is not normalised, and "image_patches" (B, M, D).
         """
         return ()
 

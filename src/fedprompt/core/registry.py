@@ -41,9 +41,9 @@ VARIANTS: Registry[type[Method]] = Registry(
 )
 
 
-def register(name: str) -> Callable[[Class], Class]:
-    """Make a method known under a name: `method: {name: ...}` in a config."""
-    return METHODS.registrar(name)
+def register(name: str, formerly: str | None = None) -> Callable[[Class], Class]:
+    """Make a method known under a name: `method: {name: ...}` in a config. An earlier name still works."""
+    return METHODS.registrar(name, formerly)
 
 
 def register_variant(name: str) -> Callable[[Class], Class]:
@@ -75,7 +75,8 @@ def setting_name(text: str) -> str:
 def completed(config: Config) -> Config:
     """The config with every setting of its method and variant spelled out, and every `auto` resolved."""
     built = build(config.method, config.variant)
-    update: dict[str, Any] = {"method": {"name": config.method["name"], **_settings(getattr(built, "inner", built))}}
+    current = METHODS.current(config.method["name"])
+    update: dict[str, Any] = {"method": {"name": current, **_settings(getattr(built, "inner", built))}}
     if config.variant is not None:
         update["variant"] = {"name": config.variant["name"], **_settings(built)}
     update["train"] = resolve(config.train, built.recipe)

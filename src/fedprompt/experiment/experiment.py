@@ -105,7 +105,9 @@ class Experiment:
             runtime = self.factory.client_runtime(source, world, bank, ClientStates(store.client_state))
             runtime.listen(observer.stepped)
             afterwards = tests_at_the_end(runtime, prepared, self.factory.cache, store, observer) if test else None
-            engine = _secured(make_engine(runtime, store, [frozen, manifest.checksum]), world.roles, self.config)
+            engine = _secured(
+                make_engine(runtime, store, [frozen, manifest.checksum]), world.roles, self.config, self.method
+            )
             Federation(
                 self.config, world, self.method, engine, store, observer, runtime.terms, afterwards, self.notes
             ).run()
@@ -148,11 +150,11 @@ def check_extensions(config: Config) -> None:
         kinds.opener(config)
 
 
-def _secured(engine: Engine, roles: Roles, config: Config) -> Engine:
+def _secured(engine: Engine, roles: Roles, config: Config, method: Method) -> Engine:
     """The engine, wrapped in a secure sum if the config requires one."""
     if not config.federation.secure_sum:
         return engine
     from fedprompt.engines.secure_cohort import SecureCohort
 
-    uniform = config.federation.weighting == "uniform"
+    uniform = method.weighs_evenly or config.federation.weighting == "uniform"
     return SecureCohort(engine, as_sent(roles, config.privacy), config.guard.quorum, uniform)

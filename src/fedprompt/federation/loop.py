@@ -402,7 +402,7 @@ class Federation:
         if not replies:
             return [], []
         believed, capped = self.guard.weights(replies)
-        uniform = self.config.federation.weighting == "uniform"
+        uniform = self.method.weighs_evenly or self.config.federation.weighting == "uniform"
         weights = shares([1.0] * len(replies) if uniform else believed)
         uploads = [
             Upload(reply.client, self.guard.counted_as(reply.upload, images / reply.samples, when), weight)

@@ -110,8 +110,8 @@ def handed(fixed: Constant, backbone: ViT) -> tuple[Tensors, list[list[int]]]:
     read = [[0], *([row] for row in order)] if "prompts" in fixed.reads else [[0]]
     if backbone.shape.ln_pre:  # in transformers the final norm of a CLIP comes after the last hidden state
         found |= {f"norm.{part}": backbone.weights[f"norm.{part}"] for part in ("weight", "bias")}
-    if "image" in fixed.reads:
-        found |= {f"projection.{name}": tensor for name, tensor in projection_of(backbone).items()}
+    if {"image", "image_raw"}.intersection(fixed.reads):
+        found |= {f"projection.{name}": tensor for name, tensor in projection_of(backbone, fixed.reads).items()}
         if isinstance(backbone, DualEncoder) and backbone.averages_patches:
             read.append(list(range(lead, tokens)))
     changes = changed_parameters(dict(fixed.changes), backbone.shape, backbone.stem) if fixed.changes else {}

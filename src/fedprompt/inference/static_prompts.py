@@ -26,7 +26,12 @@ from fedprompt.modules.insertion import VisionPrompt
 from fedprompt.tensors import Tensors
 
 SAME = 1e-4  # largest difference between two equal probabilities
-FEATURES = {("cls",): "CLS", ("cls", "prompts"): "CLS and prompts", ("image",): "image"}  # what can be read
+FEATURES = {
+    ("cls",): "CLS",
+    ("cls", "prompts"): "CLS and prompts",
+    ("image",): "image",
+    ("image_raw",): "image before it is normalised",
+}  # what can be read
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,10 @@ class Agreement:
         )
 
 
-def projection_of(backbone: ViT) -> Tensors:
+def projection_of(backbone: ViT, reads: tuple[str, ...] = ("image",)) -> Tensors:
     """The map into the shared space of a dual encoder; empty for other backbones."""
-    return dict(backbone.image_projection.weights) if isinstance(backbone, DualEncoder) else {}
+    if not isinstance(backbone, DualEncoder):
+        return {}
+    scale = backbone.raw_scale if "image_raw" in reads else 1.0
+    weights = backbone.image_projection.weights
+    return {name: tensor if name.startswith("hidden") else scale * tensor for name, tensor in weights.items()}

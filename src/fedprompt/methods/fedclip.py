@@ -1,6 +1,6 @@
 """FedCLIP (Lu et al., 2023, arXiv 2302.13485): only an attention adapter on the image feature is trained and averaged.
 
-    A(f)     = softmax(W_2 tanh(W_1 f + b_1) + b_2)          W_1, W_2 square; f the image's unit vector
+    A(f)     = softmax(W_2 tanh(W_1 f + b_1) + b_2)          W_1, W_2 square; f the image's feature before it is normalised
     I        = normalise(A(f) * f)                           entry by entry
     logits   = scale * I T^T,   T_c = g("a photo of a" c)    fixed
 
@@ -13,6 +13,10 @@ over the pairs of equal label would change nothing. In a row b the scores of equ
 same loss. In the columns of one class, which are copies of each other, the diagonal picks each image of the class once,
 and so does the even spread over k images in k copies. Value and gradient are the same (there is a test), so there is no
 option. Classes that are not in the batch are no negatives; `objective: cross_entropy` takes all classes instead.
+
+As in the authors' code, the adapter reads f as the projection leaves it and the product is normalised afterwards.
+CLIP's f has a length of about 10, so that tanh is not linear there; with a unit vector the adapter would start out
+reading little more than its biases.
 
 Because I is normalised, the adapter is a weighting of the entries of f relative to each other: with W_2 = 0, b_2 = 0
 this is zero-shot classification. W and b start as torch's linear layers do. With D = 512 there are 2 (512^2 + 512) =
@@ -38,7 +42,7 @@ from fedprompt.core.method import Batch, Client, Method, Seen, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.methods.bases.with_text import similarity
+from fedprompt.methods.bases.with_text import precise, similarity
 from fedprompt.modules.init import linear_layer
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, stripped
@@ -62,7 +66,7 @@ class FedCLIP(Method):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return ("image",)
+        return ("image_raw",)
 
     def check(self, world: World, train: TrainConfig) -> None:
         if not len(world.text.words(self.words)):
@@ -80,7 +84,9 @@ class FedCLIP(Method):
         return {**received, "class_features": world.text.encode_words(self.words)}
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
-        adapted = F.normalize(attention(stripped(ADAPTER, params), seen.image) * seen.image, dim=-1)
+        feature = precise(seen.image_raw)
+        adapter = {name: precise(tensor) for name, tensor in stripped(ADAPTER, params).items()}
+        adapted = F.normalize(attention(adapter, feature) * feature, dim=-1)
         return similarity(world, adapted, params["class_features"])
 
     def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:

@@ -5,7 +5,7 @@ zero, so the first forward pass is the frozen one. Client k minimises CE(head_k(
 server averages A and B by sample count.
 
 That is inexact: with shares p_k, (sum_k p_k B_k)(sum_k p_k A_k) is not sum_k p_k B_k A_k unless the clients agree in
-one of the factors. `ffa_lora` and `flora` solve this in two ways.
+one of the factors. `ffa_lora` and `flora_stacked` solve this in two ways.
 """
 
 from __future__ import annotations

@@ -7,11 +7,16 @@ With the text features t_G of the global context G, t_L of the local one L, and 
 
 Predictions use only the local context. G is averaged, L stays; a client that never took part predicts with G.
 
-- G is trained too, so Q is computed again in every step, from a copy of G that gets no gradient from it. t_Q has one
-  with respect to L.
+- G is trained too, so Q is computed again in every step, and t_Q has a gradient with respect to L and, through the
+  singular vectors, to G, as in the authors' code. With lambda = s^2 and A = G^T G, the derivative of Q is
+
+      dQ = sum over kept i and others j of (v_i v_j^T + v_j v_i^T) (v_i^T dA v_j) / (lambda_i - lambda_j)
+
+  where j also runs over the directions that G does not span (lambda_j = 0). It needs no derivative of single singular
+  vectors, which is infinite where two kept singular values are equal or one is zero.
 - The singular value decomposition is a thin one: r = min(m, d). So Q keeps the weaker directions *of what G spans* and
   drops everything outside. It is not the null-space projector its authors call it, and with m = 4 and ratio 0.8, their
-  numbers, it drops nothing of G.
+  numbers for short contexts, it drops nothing of G; with their default m = 16 it drops 3 of 16 directions.
 - int(r (1 - ratio)) is rounded down from the decimal number: r = 10 and ratio 0.8 leave out 2 directions, where the
   floating-point expression gives 1. Directions outside the span of G (it has a lower rank if words occur twice) are
   left out as well: they would depend on the linear algebra library.
@@ -45,7 +50,7 @@ Length = Annotated[int, Field(ge=1)]
 class FedPHA(WithLocalContext):
     """A global context, and local ones of any length."""
 
-    context_tokens: Annotated[int, Field(ge=1)] = 4
+    context_tokens: Annotated[int, Field(ge=1)] = 16
     """m, learnable words of the global context."""
     local_tokens: Length | Annotated[tuple[Length, ...], Field(min_length=1)] | None = None
     """Words of the local contexts: one number, or a list that clients use in turn; null for m."""
@@ -88,9 +93,8 @@ class FedPHA(WithLocalContext):
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         said = {"local_context": params["local_context"]}
         if batch.training:
-            basis = weak_directions(params["context"], self.kept_ratio)
             said["context"] = params["context"]
-            said["projected"] = params["local_context"] @ basis @ basis.transpose(-1, -2)
+            said["projected"] = params["local_context"] @ projector(params["context"], self.kept_ratio)
         return Prompts(text={name: self.as_context(tokens) for name, tokens in said.items()})
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
@@ -104,14 +108,33 @@ class FedPHA(WithLocalContext):
         return plain + of_global + self.pull_weight * F.mse_loss(own, projected) + self.push_weight * push
 
 
+def projector(context: Tensor, kept_ratio: float) -> Tensor:
+    """Q (..., d, d) of a context (..., m, d), with its derivative with respect to the context."""
+    precise = context.to(torch.promote_types(context.dtype, torch.float32))
+    with torch.no_grad():
+        strong, weak = directions(precise, kept_ratio)  # (..., d, r), zero columns for directions that are not there
+        spanned = torch.cat([strong, weak], dim=-1)
+        energy = [(precise @ basis).square().sum(-2) for basis in (strong, weak)]
+        inverse = energy[1].clamp_min(torch.finfo(precise.dtype).tiny).reciprocal() * (energy[1] > 0)
+        gap = energy[1].unsqueeze(-1) - energy[0].unsqueeze(-2)
+        gap_inverse = torch.where(gap < 0, 1 / gap.clamp_max(-torch.finfo(precise.dtype).tiny), 0.0)
+    products = (precise @ weak).mT @ precise  # V_2^T A, (..., r, d)
+    to_strong = (products @ strong) * gap_inverse @ strong.mT
+    outside = (products - products @ spanned @ spanned.mT) * inverse.unsqueeze(-1)
+    change = weak @ (to_strong + outside)  # zero but for rounding; what counts is its derivative
+    change = change - change.detach()
+    return (weak @ weak.mT + change + change.mT).to(context.dtype)
+
+
 @torch.no_grad()
-def weak_directions(context: Tensor, kept_ratio: float) -> Tensor:
-    """Orthonormal columns (..., d, r'), or zeros, of the weaker directions that a context (..., m, d) spans."""
-    precise = context.detach().to(torch.promote_types(context.dtype, torch.float32))
+def directions(context: Tensor, kept_ratio: float) -> tuple[Tensor, Tensor]:
+    """Orthonormal columns, or zeros, of the stronger directions that a context (..., m, d) spans, and of the weaker ones
+    that are kept.
+    """
     strengths: Tensor
-    directions: Tensor
-    _, strengths, directions = torch.linalg.svd(precise, full_matrices=False)
+    rows: Tensor
+    _, strengths, rows = torch.linalg.svd(context, full_matrices=False)
     dropped = int(strengths.shape[-1] * (1 - kept_ratio) + 1e-9)
-    nothing = strengths[..., :1] * max(context.shape[-2:]) * torch.finfo(precise.dtype).eps
-    spanned = directions * (strengths > nothing).unsqueeze(-1)
-    return spanned[..., dropped:, :].transpose(-1, -2).to(context.dtype)
+    nothing = strengths[..., :1] * max(context.shape[-2:]) * torch.finfo(context.dtype).eps
+    spanned = (rows * (strengths > nothing).unsqueeze(-1)).mT
+    return spanned[..., :dropped], spanned[..., dropped:]

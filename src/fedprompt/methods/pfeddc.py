@@ -10,7 +10,19 @@ trained together:
 A is a pre-norm multi-head attention whose output map starts at zero (`modules/fusion.py` has the formulas, the other
 directions and the kinds without attention). So before the first step F = L: the model has only local prompts. For the
 same reason only local prompts and output maps have a gradient at the first step; global prompts and the other maps
-follow at the second.
+follow at the second. A summary of the paper says that the attention starts at random: `attention_start: random`.
+
+Which prompt is the query is not known either: `direction`. With `local_queries` the residual is local and global prompts
+enter only through A; with `global_queries` it is the other way round, and clients predict with the global prompt until
+their A has learned.
+
+Vision prompts start at N(0, 0.02^2), or with `vision_start: patches` a client's local ones start as means of patch
+embeddings of its training images: token t of the block is the mean over all its images and over the t-th part of the
+patches, at the input of that block. A transformer normalises every token, so a random prompt, however short, is a token
+like any other, of a kind that the frozen blocks have never seen.
+
+`freeze_global` is the control that separates what sharing gives from what the attention's capacity gives: the same model,
+but the global prompts stay at their common random start, so nothing that clients learn is shared.
 
 The fused prompt does not depend on the image. (A summary of the paper says that the fusion depends on the image, but
 both of its inputs are prompts.) It is computed once per step, and the text tower runs once per evaluation.
@@ -31,7 +43,7 @@ public code.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -43,12 +55,13 @@ from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_local import TRAINED
-from fedprompt.methods.bases.with_text import WithText, check_room, similarity
+from fedprompt.methods.bases.with_text import WithText, check_room, precise, similarity
 from fedprompt.modules.contexts import random_context
 from fedprompt.modules.fusion import (
     Direction,
     Fused,
     Kind,
+    Start,
     describe_attention,
     fuse_by_attention,
     fuse_plainly,
@@ -80,6 +93,14 @@ class PFedDC(WithText):
     """Queries and keys of the attention: local_queries, global_queries, bidirectional, concat_keys."""
     heads: Annotated[int, Field(ge=1)] = 8
     """Heads of each attention."""
+    attention_start: Start = "zero"
+    """Start of the attentions' output maps: zero (the fused prompt is the residual), or random like the other maps."""
+    vision_start: Literal["random", "patches"] = "random"
+    """Start of the local vision prompts: random, or means of patch embeddings of the client's training images."""
+    freeze_global: bool = False
+    """Keep the global prompts at their start: a control in which clients share nothing that they learn."""
+    measure_drift: bool = True
+    """Report how far vision prompts move image features (`vision.drift`); needs one pass without prompts per image."""
     share_attention: bool = False
     """Average the attentions too, instead of keeping them local."""
     use_vision: bool = True
@@ -97,11 +118,22 @@ class PFedDC(WithText):
     def fuses(self) -> bool:
         return self.use_local and self.use_global
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("image",) if self.measure_drift and "vision" in self.modalities else ()
+
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
         world.check_depth("method.vision_depth", self.vision_depth)
         if not (self.use_local or self.use_global):
             raise ConfigError(broken("method.use_local or method.use_global", "be true", False))
+        if self.freeze_global and not self.fuses:
+            raise ConfigError(
+                broken("method.freeze_global", "be false unless global and local prompts are fused", True)
+            )
+        if self.vision_start == "patches" and self._local_vision > world.tokens - 1:
+            rule = f"be at most the {world.tokens - 1} patches of an image with vision_start patches"
+            raise ConfigError(broken("method.local_vision_tokens", rule, self._local_vision))
         self._check_text_room(world)
         if not self.fuses:
             return
@@ -124,9 +156,27 @@ class PFedDC(WithText):
             local[TRAINED] = torch.zeros(())
         if self.fuses and self.fusion == "attention":
             for modality in self.modalities:
-                drawn = new_attention(_width(modality, world), generator)
+                drawn = new_attention(_width(modality, world), generator, self.attention_start)
                 (shared if self.share_attention else local).update(prefixed(f"fusion.{modality}.", drawn))
         return Roles(world.placed(shared), world.placed(local))
+
+    def enrol(self, world: World, client: Client) -> Tensors:
+        """Local vision prompts (J, m, d) as means of patch embeddings, if they start so."""
+        if (
+            self.vision_start != "patches"
+            or not self.use_local
+            or "vision" not in self.modalities
+            or not client.samples
+        ):
+            return {}
+        rows, _ = client.features(f"block_inputs:{self.vision_depth or world.blocks}")  # (n, J, T, d)
+        means = rows[:, :, -(world.tokens - 1) :].mean(0)
+        parts = torch.tensor_split(means, self._local_vision, dim=1)
+        return {"local_vision": torch.stack([part.mean(1) for part in parts], dim=1)}
+
+    @property
+    def _local_vision(self) -> int:
+        return self.vision_tokens if self.local_vision_tokens is None else self.local_vision_tokens
 
     def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         held_out = client.index in world.newcomers
@@ -135,7 +185,8 @@ class PFedDC(WithText):
         return {**received, **local}
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
-        names = tuple(name for name in (*world.roles.shared, *world.roles.local) if name != TRAINED)
+        fixed = (TRAINED, "global_text", "global_vision") if self.freeze_global else (TRAINED,)
+        names = tuple(name for name in (*world.roles.shared, *world.roles.local) if name not in fixed)
         return (Stage(self, names, train.epochs),)
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
@@ -167,9 +218,12 @@ class PFedDC(WithText):
     def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
         """By modality, the global share of the fused prompt, and statistics of its attention (`modules/fusion.py`).
 
-        Without attention there is only `global_share`: |G| / (|G| + |L|).
+        Without attention there is only `global_share`: |G| / (|G| + |L|). `vision.drift` is the distance of an image's
+        feature from that without prompts; both have length 1, so unrelated ones are 1.4 apart.
         """
         found: Tensors = {}
+        if self.needs:
+            found["vision.drift"] = precise(seen.image - batch.features["image"]).norm(dim=-1)
         for modality in self.modalities:
             if not self._has_both(modality, params):
                 continue

@@ -20,7 +20,7 @@ from fedprompt.core.method import Batch, Client, Method, Seen, Stage, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
-from fedprompt.methods.bases.with_text import similarity
+from fedprompt.methods.bases.with_text import precise, similarity
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
 
@@ -51,7 +51,7 @@ class ZeroShot(Method):
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
         said = torch.stack([world.text.encode_words(words) for words in self.templates])
-        return {"class_features": F.normalize(said.mean(0), dim=-1)}
+        return {"class_features": F.normalize(precise(said).mean(0), dim=-1)}
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         return ()

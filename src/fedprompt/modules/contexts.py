@@ -40,6 +40,8 @@ class Language:
     """Unit vectors (N, C, D) of all classes in each of N contexts (N, m, d) or (N, C, m, d)."""
     room: int | None = None
     """Most tokens of a context that leave room for the longest class name; None for no limit."""
+    encode_names: Callable[[], Tensor] = lambda: torch.empty(0)
+    """Unit vectors (C, D) of the bare class names, without a context and without the full stop."""
 
     def encode_words(self, words: str) -> Tensor:
         """Unit vectors (C, D) of all classes behind some plain words, such as "a photo of a"."""

@@ -9,8 +9,10 @@ Kinds without parameters:
     A(X, Y) = W_o concat_h( softmax(q_h k_h^T / sqrt(e)) v_h ) + b_o,    q = W_q N(X) + b_q,  k = W_k N(Y) + b_k,  v = W_v N(Y) + b_v
 
 with e = d / heads and N the normalisation of a token to mean 0 and variance 1. N has no scale and shift of its own: the
-maps behind it can learn both. So there are 4 (d^2 + d) numbers. W_o and b_o start at zero, and with them A; W_q, W_k
-and W_v start at Xavier's uniform scale, the other biases at zero. Who asks whom:
+maps behind it can learn both. So there are 4 (d^2 + d) numbers. W_q, W_k and W_v start at Xavier's uniform scale, all
+biases at zero. W_o starts at zero, and with it A (`zero`), or at Xavier's scale too (`random`): A then has entries of
+order 1, fifty times those of a prompt at 0.02, so the fused prompt is at first almost only a random map of the prompt that
+is asked. Who asks whom:
 
 | direction | F | tokens | at the start |
 |---|---|---|---|
@@ -40,6 +42,8 @@ from fedprompt.tensors import Tensors
 Kind = Literal["attention", "mean", "sum", "concat"]
 Direction = Literal["local_queries", "global_queries", "bidirectional", "concat_keys"]
 
+Start = Literal["zero", "random"]  # of the output map
+
 MAPS = ("query", "key", "value", "output")
 
 
@@ -68,10 +72,10 @@ class Fused:
         return self.residual + self.attention
 
 
-def new_attention(width: int, generator: Stream) -> Tensors:
-    """The tensors of one cross-attention, which says nothing until its output map is trained."""
+def new_attention(width: int, generator: Stream, start: Start = "zero") -> Tensors:
+    """The tensors of one cross-attention; with start `zero` it adds nothing until its output map is trained."""
     weights = {name: torch.zeros(width, width) for name in MAPS}
-    for name in ("query", "key", "value"):
+    for name in MAPS if start == "random" else MAPS[:-1]:
         weights[name] = (generator.uniform(width, width) * 2 - 1) * (3 / width) ** 0.5
     biases = {f"{name}.bias": torch.zeros(width) for name in MAPS}
     return {**{f"{name}.weight": weight for name, weight in weights.items()}, **biases}

@@ -78,3 +78,12 @@ def test_zero_shot_on_real_photographs_is_far_above_chance(dual: DualEncoder, tm
     right = float((named == source.labels[chosen]).mean())
     assert len(chosen) >= 60
     assert right > 0.35  # chance is 0.10; the reports say 0.54 and 0.64 on more images
+
+
+@pytest.mark.assets
+def test_vectors_that_are_not_normalised_are_about_as_long_as_clips(dual: DualEncoder) -> None:
+    images = torch.randn(4, 3, dual.shape.image_size, dual.shape.image_size, generator=torch.Generator().manual_seed(0))
+    seen = dual.run(dual.embed(images), reads=("image", "image_raw"))
+    lengths = seen["image_raw"].norm(dim=-1)
+    assert 4 < float(lengths.mean()) < 25
+    torch.testing.assert_close(seen["image_raw"] / lengths[:, None], seen["image"], atol=1e-6, rtol=1e-5)

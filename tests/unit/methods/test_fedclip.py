@@ -11,6 +11,8 @@ from support import experiment, run, seeded, shared_tensors
 from text_methods import gradient, on_clip, results, run_on_clip, runtime_of, working_parameters
 from torch import Tensor, nn
 
+from fedprompt.backbones.dual_encoder import DualEncoder
+from fedprompt.client.step import forward, make_batch
 from fedprompt.core import registry
 from fedprompt.core.method import Batch, Seen
 from fedprompt.errors import ConfigError
@@ -63,12 +65,33 @@ def test_logits_are_those_of_the_weighted_and_normalised_feature(settings: Any) 
     runtime, world = runtime_of(settings, method)
     params = working_parameters(runtime)
     image = F.normalize(torch.randn(5, world.text.features, generator=torch.Generator().manual_seed(0)), dim=-1)
-    found = method.logits(world, params, Seen(image=image), Batch(torch.zeros(5)), {})
+    found = method.logits(world, params, Seen(image_raw=image), Batch(torch.zeros(5)), {})
     weighted = attention(stripped(ADAPTER, params), image) * image
     for row in range(5):
         for label, text in enumerate(world.text.encode_words("a photo of a")):
             expected = world.text.scale * float(F.cosine_similarity(weighted[row], text, dim=0))
             assert float(found[row, label]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_adapter_reads_the_feature_before_it_is_normalised(settings: Any) -> None:
+    """The authors' order, from the images on: project, weight by the adapter, normalise, compare with the texts."""
+    method = FedCLIP()
+    runtime, world = runtime_of(settings, method)
+    params, images, rows = working_parameters(runtime), runtime.bank.images(0, "train"), torch.arange(6)
+    encoder = images.backbone
+    assert isinstance(encoder, DualEncoder)
+    raw = (
+        encoder.run(images.tokens(rows, 0), reads=("cls",))["cls"] @ encoder.image_projection.weights["linear.weight"].T
+    )
+    assert float((raw.norm(dim=-1) - 1).abs().min()) > 0.1
+    weights = stripped(ADAPTER, params)
+    hidden = (raw @ weights["in.weight"].T + weights["in.bias"]).tanh()
+    weighted = (hidden @ weights["out.weight"].T + weights["out.bias"]).softmax(-1) * raw
+    weighted = weighted / weighted.norm(dim=-1, keepdim=True)
+    expected = world.text.scale * weighted @ world.text.encode_words("a photo of a").T
+    batch = make_batch(method, images, rows, False)
+    found = method.logits(world, params, forward(method, world, params, images, rows, batch, {}), batch, {})
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_an_even_attention_is_zero_shot(settings: Any) -> None:
@@ -77,7 +100,7 @@ def test_an_even_attention_is_zero_shot(settings: Any) -> None:
     params = working_parameters(runtime)
     params = {name: torch.zeros_like(tensor) if "out." in name else tensor for name, tensor in params.items()}
     image = F.normalize(torch.randn(5, world.text.features, generator=torch.Generator().manual_seed(0)), dim=-1)
-    seen, batch = Seen(image=image), Batch(torch.zeros(5))
+    seen, batch = Seen(image=image, image_raw=7 * image), Batch(torch.zeros(5))
     plain = ZeroShot()
     expected = plain.logits(world, plain.begin(world, runtime._client(0, 1), {}, {}), seen, batch, {})
     torch.testing.assert_close(FedCLIP().logits(world, params, seen, batch, {}), expected, atol=1e-4, rtol=1e-5)
@@ -130,9 +153,9 @@ def test_every_part_of_the_adapter_learns(settings: Any, objective: str) -> None
 @pytest.mark.parametrize("objective", ["contrastive", "cross_entropy"])
 def test_training_lowers_the_loss_and_only_the_adapter_travels(settings: Any, objective: str) -> None:
     method = registry.build({"name": "fedclip", "objective": objective})
-    done = run_on_clip(settings, method, objective, federation={"rounds": 5}, train={"lr": 0.3})
+    done = run_on_clip(settings, method, objective, federation={"rounds": 5}, train={"lr": 0.02})
     losses = [record.loss for record in done.rounds()[1:] if record.loss is not None]
-    assert losses[-1] < losses[0] - 0.02
+    assert losses[-1] < losses[0] - 0.01
     last = done.rounds()[-1]
     assert last.bytes_up == last.bytes_down == 4 * 4 * 2 * (128**2 + 128)
     _, _, _, world = experiment(on_clip(settings, "again"), method).factory.prepare()

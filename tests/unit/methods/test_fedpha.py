@@ -15,7 +15,7 @@ from fedprompt.core import registry
 from fedprompt.core.method import Batch
 from fedprompt.errors import ConfigError
 from fedprompt.methods.coop import CoOp
-from fedprompt.methods.fedpha import FedPHA, weak_directions
+from fedprompt.methods.fedpha import FedPHA, projector
 from fedprompt.methods.promptfl import PromptFL
 
 pytestmark = pytest.mark.unit
@@ -31,40 +31,59 @@ def context(tokens: int, width: int = 32, seed: int = 0) -> Tensor:
 def test_the_projector_is_symmetric_and_idempotent_and_has_the_rank_of_the_kept_directions(
     tokens: int, dropped: int
 ) -> None:
-    basis = weak_directions(context(tokens), 0.8)
-    projector = basis @ basis.T
-    torch.testing.assert_close(projector, projector.T)
-    torch.testing.assert_close(projector @ projector, projector, atol=1e-12, rtol=1e-12)
-    assert int(torch.linalg.matrix_rank(projector)) == min(tokens, 32) - dropped
+    made = projector(context(tokens), 0.8)
+    torch.testing.assert_close(made, made.T)
+    torch.testing.assert_close(made @ made, made, atol=1e-12, rtol=1e-12)
+    assert int(torch.linalg.matrix_rank(made)) == min(tokens, 32) - dropped
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(16, 32), (4, 32), (10, 10), (8, 6)])
+def test_the_gradient_goes_through_the_singular_vectors_of_the_global_context(tokens: int, width: int) -> None:
+    """The authors' rule with torch's own derivative of the decomposition, where all singular values differ."""
+    leaf, local = context(tokens, width).requires_grad_(), context(3, width, seed=1)
+    weight = context(3, width, seed=2)
+    right = torch.linalg.svd(leaf, full_matrices=False)[2].T
+    weak = right[:, int(right.shape[1] * 0.2 + 1e-9) :]
+    (expected,) = torch.autograd.grad((local @ weak @ weak.T * weight).sum(), leaf)
+    (found,) = torch.autograd.grad((local @ projector(leaf, 0.8) * weight).sum(), leaf)
+    if tokens < width or tokens > 5:
+        assert float(expected.abs().max()) > 1e-3
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
+
+
+def test_words_that_occur_twice_leave_the_gradient_finite() -> None:
+    first, second = context(2)
+    leaf = torch.stack([first, second, first, first]).requires_grad_()
+    (found,) = torch.autograd.grad((context(3, seed=1) @ projector(leaf, 0.75)).square().sum(), leaf)
+    assert found.isfinite().all()
+    assert float(found.abs().max()) > 1e-3
 
 
 def test_strong_directions_go_first_and_everything_outside_goes_too() -> None:
     strong, weak, outside = torch.eye(32, dtype=torch.float64)[:3]
     made = torch.stack([5 * strong, 5 * strong + weak, 5 * strong - weak, 0.5 * weak])
-    basis = weak_directions(made, 0.75)  # 1 of 4 directions is dropped; the context spans two of them
-    projector = basis @ basis.T
-    torch.testing.assert_close(projector @ weak, weak, atol=1e-2, rtol=0)
-    assert float((projector @ strong).norm()) < 0.1
-    assert float((projector @ outside).norm()) < 1e-12
+    kept = projector(made, 0.75)  # 1 of 4 directions is dropped; the context spans two of them
+    torch.testing.assert_close(kept @ weak, weak, atol=1e-2, rtol=0)
+    assert float((kept @ strong).norm()) < 0.1
+    assert float((kept @ outside).norm()) < 1e-12
 
 
 def test_all_of_the_directions_leave_what_the_context_spans_as_it_is() -> None:
     made = context(6)
-    basis = weak_directions(made, 1.0)
-    torch.testing.assert_close(made @ basis @ basis.T, made, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(made @ projector(made, 1.0), made, atol=1e-12, rtol=1e-12)
 
 
 def test_words_that_occur_twice_bring_no_direction_of_their_own() -> None:
     first, second = context(2)
-    basis = weak_directions(torch.stack([first, second, first, second]).float(), 1.0).double()
-    assert int(torch.linalg.matrix_rank(basis @ basis.T, rtol=1e-4)) == 2
-    again = torch.stack([first, second]) @ basis @ basis.T
+    kept = projector(torch.stack([first, second, first, second]).float(), 1.0).double()
+    assert int(torch.linalg.matrix_rank(kept, rtol=1e-4)) == 2
+    again = torch.stack([first, second]) @ kept
     torch.testing.assert_close(again, torch.stack([first, second]), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("class_specific", [False, True])
 def test_the_loss_is_the_sum_of_its_terms(settings: Any, class_specific: bool) -> None:
-    """With a projector made of all singular vectors here; gradients of both contexts, none of them through the projector."""
+    """With a projector made of all singular vectors here; gradients of both contexts, also through the projector."""
     method = FedPHA(
         context_tokens=5,
         local_tokens=2,
@@ -76,15 +95,13 @@ def test_the_loss_is_the_sum_of_its_terms(settings: Any, class_specific: bool) -
     runtime, world = runtime_of(settings, method)
     params, images = working_parameters(runtime), runtime.bank.images(0, "train")
     image, labels = images.features("image", torch.arange(6)), images.labels[:6]
-    directions = torch.linalg.svd(params["context"].double(), full_matrices=True)[2]
-    weak = directions[..., 1:5, :].float()
-    projector = weak.transpose(-1, -2) @ weak
     for name in ("context", "local_context"):
         leaf = params[name].detach().requires_grad_()
         given = {**params, name: leaf}
         shared = world.text.encode(given["context"][None], "end")[0]
         own = world.text.encode(given["local_context"][None], "end")[0]
-        projected = world.text.encode((given["local_context"] @ projector)[None], "end")[0]
+        weak = torch.linalg.svd(given["context"], full_matrices=False)[2][..., 1:5, :]
+        projected = world.text.encode((given["local_context"] @ weak.mT @ weak)[None], "end")[0]
         loss = sum(F.cross_entropy(world.text.scale * image @ text.T, labels) for text in (own, shared))
         loss = loss + 30.0 * (own - projected).square().mean()
         loss = loss + 0.7 * (1.5 - (own - shared).square().sum(-1).sqrt()).clamp_min(0).mean()
@@ -94,14 +111,18 @@ def test_the_loss_is_the_sum_of_its_terms(settings: Any, class_specific: bool) -
         torch.testing.assert_close(found, expected, atol=1e-3 * float(expected.abs().max()), rtol=1e-3)
 
 
-def test_the_pull_reaches_the_local_context_only(settings: Any) -> None:
+def test_the_pull_reaches_both_contexts(settings: Any) -> None:
     strong, none = FedPHA(pull_weight=1000.0, push_weight=0.0), FedPHA(pull_weight=0.0, push_weight=0.0)
     runtime, _ = runtime_of(settings, strong)
     params = working_parameters(runtime)
-    with_it, without = (gradient(runtime, method, params, "context") for method in (strong, none))
-    assert torch.equal(with_it, without)
-    moved = gradient(runtime, strong, params, "local_context") - gradient(runtime, none, params, "local_context")
-    assert float(moved.abs().max()) > 1e-3
+    for name in ("context", "local_context"):
+        with_it, without = (gradient(runtime, method, params, name) for method in (strong, none))
+        assert float((with_it - without).abs().max()) > 1e-3
+
+
+def test_contexts_have_sixteen_tokens_as_in_the_authors_code() -> None:
+    assert FedPHA().context_tokens == 16
+    assert FedPHA().lengths == (16,)
 
 
 def test_equal_contexts_have_a_finite_gradient(settings: Any) -> None:

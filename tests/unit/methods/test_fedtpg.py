@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import experiment, local_tensors, run, seeded, shared_tensors, worst_difference
+from support import experiment, local_tensors, run, seeded, shared_tensors, trained_alone, worst_difference
 from text_methods import on_clip, run_on_clip, runtime_of, working_parameters
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from fedprompt.core import registry
 from fedprompt.core.method import Batch, Client, Seen, World
 from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError
-from fedprompt.methods.fedtpg import GENERATOR, KNOWN, NAMES, FedTPG
+from fedprompt.methods.fedtpg import CANDIDATES, GENERATOR, KNOWN, NAMES, FedTPG
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
@@ -44,7 +44,7 @@ def test_the_context_is_made_of_the_names_a_client_holds(settings: Any) -> None:
     _, world = runtime_of(settings, method)
     params = method.begin(world, client_with([3, 0, 0, 1, 0]), world.roles.shared, {})
     assert params[KNOWN].tolist() == [1, 0, 0, 1, 0]
-    assert torch.equal(params[NAMES], world.text.encode_words("a photo of a"))
+    assert torch.equal(params[NAMES], world.text.encode_names())
     made = context_of(method, world, params)
     assert made.shape == (4, world.text.width)
     alike = method.begin(world, client_with([1, 0, 0, 9, 0]), world.roles.shared, {})
@@ -57,9 +57,62 @@ def test_the_context_is_made_of_the_names_a_client_holds(settings: Any) -> None:
     ("names", "counts"), [("own", [0, 0, 0, 0, 0]), ("own", [1, 1, 1]), ("all", [1, 0, 0, 0, 0]), ("own", [1] * 5)]
 )
 def test_all_names_are_taken_where_none_are_a_clients_own(settings: Any, names: Any, counts: list[int]) -> None:
-    method = FedTPG(names=names)
+    method = FedTPG(names=names, training_classes=names)
     _, world = runtime_of(settings, method)
-    assert method.begin(world, client_with(counts), world.roles.shared, {})[KNOWN].tolist() == [1] * 5
+    params = method.begin(world, client_with(counts), world.roles.shared, {})
+    assert params[KNOWN].tolist() == params[CANDIDATES].tolist() == [1] * 5
+
+
+def test_the_generator_reads_bare_names_without_a_full_stop(settings: Any) -> None:
+    made = experiment(on_clip(settings, "bare"), FedTPG())
+    _, _, backbone, world = made.factory.prepare()
+    assert isinstance(backbone, DualEncoder)
+    tower, weights = backbone.text, backbone.text.weights
+    for name, found in zip(world.class_names, world.text.encode_names(), strict=True):
+        ids = [tower.start, *tower.tokenise(name.replace("_", " ")), tower.end]
+        rows = weights["token.weight"][ids] + weights["position.weight"][: len(ids)]
+        prepared = tower._prepare(rows[None, :1])
+        expected = tower.projection(tower._read(rows[None, None, 1:], *prepared))[0, 0]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_training_is_a_cross_entropy_over_the_clients_own_classes_and_tests_are_over_all(settings: Any) -> None:
+    method = FedTPG()
+    _, world = runtime_of(settings, method)
+    params = method.begin(world, client_with([3, 0, 0, 1, 0]), world.roles.shared, {})
+    logits, labels = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 3, 0, 0, 3])
+    own = torch.nn.functional.cross_entropy(logits[:, [0, 3]], (labels == 3).long())
+    everything = torch.nn.functional.cross_entropy(logits, labels)
+    assert float(own) < float(everything) - 0.1
+    for training, expected in ((True, own), (False, everything)):
+        found = method.loss(world, params, logits, Seen(), Batch(labels, training=training), {})
+        torch.testing.assert_close(found, expected)
+    over_all = FedTPG(training_classes="all")
+    params = over_all.begin(world, client_with([3, 0, 0, 1, 0]), world.roles.shared, {})
+    torch.testing.assert_close(over_all.loss(world, params, logits, Seen(), Batch(labels), {}), everything)
+
+
+def test_all_clients_count_the_same_in_the_average(settings: Any) -> None:
+    """Clients of unequal sizes, one round: the mean of what each trained, not weighted by images."""
+    uneven: dict[str, Any] = {
+        "partition": {"scheme": "dirichlet", "clients": 3, "alpha": 0.3},
+        "federation": {"rounds": 1},
+    }
+    for averaging, weighting in (("uniform", "samples"), ("samples", "uniform")):
+        uneven["federation"]["weighting"] = weighting
+        method = FedTPG(averaging=averaging)
+        done = run_on_clip(settings, method, averaging, **uneven)
+        runtime, world = runtime_of(settings, method, **uneven)
+        assert len({runtime._client(client, 1).samples for client in range(3)}) > 1
+        trained = [
+            trained_alone(
+                runtime, method.stages(world, runtime.config.train), working_parameters(runtime, client), 1, client, ""
+            )[0]
+            for client in range(3)
+        ]
+        for name, tensor in shared_tensors(done).items():
+            mean = torch.stack([each[name] for each in trained]).mean(0)
+            torch.testing.assert_close(tensor, mean, atol=1e-5, rtol=1e-4)
 
 
 def test_clients_of_disjoint_classes_get_contexts_of_their_own(settings: Any) -> None:
@@ -119,7 +172,8 @@ class Silent(FedTPG):
 
 def test_a_generator_that_adds_nothing_to_its_queries_is_promptfl(settings: Any) -> None:
     rates = {"lrs": {"attention.*": 0.0, "feed_forward.*": 0.0, "*_norm.*": 0.0}}
-    silent = run_on_clip(settings, Silent(context_tokens=3), "silent", train=rates)
+    same: dict[str, Any] = {"residual": True, "training_classes": "all", "averaging": "samples"}
+    silent = run_on_clip(settings, Silent(context_tokens=3, **same), "silent", train=rates)
     plain = run_on_clip(settings, PromptFL(context_tokens=3), "plain")
     found = {"context": shared_tensors(silent)[GENERATOR + "queries"]}
     assert worst_difference(found, shared_tensors(plain)) < 1e-6
@@ -127,7 +181,7 @@ def test_a_generator_that_adds_nothing_to_its_queries_is_promptfl(settings: Any)
 
 
 def test_queries_may_begin_as_words_and_names_may_stand_alone(settings: Any) -> None:
-    method = FedTPG(context_words="a photo of a", name_words="")
+    method = FedTPG(context_words="a photo of a")
     runtime, world = runtime_of(settings, method)
     assert torch.equal(world.roles.shared[GENERATOR + "queries"], world.text.words("a photo of a"))
     names = working_parameters(runtime)[NAMES]

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedprompt.client.step import forward, make_batch, step_loss
+from fedprompt.config import parse
+from fedprompt.core import registry
 from fedprompt.core.client_sampling import sample_cohort
 from fedprompt.core.method import Batch, Client, Method, Seen, Server, Upload, World
 from fedprompt.data.cache.pixel_store import ImageStore, normalise
@@ -22,7 +24,7 @@ from fedprompt.features.image_bank import ImageBank, Images
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.methods.fedlora import FedLoRA
 from fedprompt.methods.ffa_lora import FFALoRA
-from fedprompt.methods.flora import FLoRA
+from fedprompt.methods.flora_stacked import FLoRA
 from fedprompt.modules.lora import attention_changes, initial_factors, product, stacked
 from fedprompt.random_streams import stream
 from fedprompt.tensors import Tensors
@@ -33,7 +35,7 @@ BATCH, EPOCHS, LR, MOMENTUM, DECAY = 8, 2, 0.05, 0.9, 1e-3
 METHODS: dict[str, FedLoRA] = {
     "fedlora": FedLoRA(rank=3, alpha=6.0),
     "ffa_lora": FFALoRA(rank=3, alpha=6.0),
-    "flora": FLoRA(rank=3, alpha=6.0),
+    "flora_stacked": FLoRA(rank=3, alpha=6.0),
 }
 VIT_B = World(768, 12, 197, 16, tuple("abcde"), ("one", "two"))
 
@@ -110,7 +112,7 @@ def test_the_loss_and_gradient_of_a_step_equal_the_naive_ones(
     images, world = bank_of(made, prepared).images(0, "train"), prepared[-1]
     params = starting_params(method, world)
     merged = None
-    if name == "flora":
+    if name == "flora_stacked":
         merged = 0.1 * torch.randn(3, len(targets), 32, 32, generator=torch.Generator().manual_seed(2))
         params["sent.merged"] = merged
     (stage,) = method.stages(world, made.config.train)
@@ -287,7 +289,7 @@ def test_two_rounds_equal_the_naive_implementation(vit_settings: Any, folder: Pa
 def test_two_rounds_of_flora_with_two_ranks_equal_the_naive_implementation(vit_settings: Any, folder: Path) -> None:
     """The naive clients have factors of their own rank: nothing is padded there."""
     ranks = (2, 4)
-    values = vit_settings(method={"name": "flora", "ranks": list(ranks), "alpha": 6.0})
+    values = vit_settings(method={"name": "flora_stacked", "ranks": list(ranks), "alpha": 6.0})
     made = experiment(values)
     source, manifest, _, world = made.factory.prepare()
     done = run(values)
@@ -460,14 +462,14 @@ def test_ffa_lora_moves_half_the_bytes_of_fedlora(settings: Any) -> None:
 
 
 def test_flora_sends_pairs_up_and_the_merged_change_with_a_new_a_down(settings: Any) -> None:
-    record = run(settings(method={"name": "flora", "rank": 2}, federation={"rounds": 1})).rounds()[1]
+    record = run(settings(method={"name": "flora_stacked", "rank": 2}, federation={"rounds": 1})).rounds()[1]
     matrices, factor = 3 * 2, 2 * 32
     assert record.bytes_up == 4 * 4 * matrices * 2 * factor
     assert record.bytes_down == 4 * 4 * matrices * (32 * 32 + factor)
 
 
 def test_the_pair_is_the_same_for_every_client_of_a_round_and_new_in_the_next() -> None:
-    method = METHODS["flora"]
+    method = METHODS["flora_stacked"]
     world = of_width_8(method)
     rounds = [
         [
@@ -485,7 +487,7 @@ def test_the_pair_is_the_same_for_every_client_of_a_round_and_new_in_the_next() 
 
 
 def test_another_seed_of_the_run_gives_other_pairs() -> None:
-    method = METHODS["flora"]
+    method = METHODS["flora_stacked"]
     world = replace(VIT_B, width=8, blocks=2)
     sent = [method.download(world, Server({}, method.init(world, seeded(seed)).server), 0)["sent.a"] for seed in (0, 1)]
     assert not torch.equal(*sent)
@@ -493,7 +495,7 @@ def test_another_seed_of_the_run_gives_other_pairs() -> None:
 
 def test_merging_leaves_the_predictions_of_a_lone_client_as_they_were(settings: Any) -> None:
     """What one client trained is what the server merges: the features before and after the round's end are the same."""
-    method = METHODS["flora"]
+    method = METHODS["flora_stacked"]
     made = experiment(settings(), method)
     prepared = made.factory.prepare()
     images, world = bank_of(made, prepared).images(0, "train"), prepared[-1]
@@ -546,8 +548,8 @@ def test_the_mask_keeps_padding_out_of_the_change_and_without_a_gradient() -> No
 
 
 def test_one_rank_for_everybody_is_the_same_by_either_setting(settings: Any) -> None:
-    one = run(settings(name="a", method={"name": "flora", "rank": 3}))
-    other = run(settings(name="b", method={"name": "flora", "rank": 8, "ranks": [3]}))
+    one = run(settings(name="a", method={"name": "flora_stacked", "rank": 3}))
+    other = run(settings(name="b", method={"name": "flora_stacked", "rank": 8, "ranks": [3]}))
     assert worst_difference(server_tensors(one), server_tensors(other)) == 0.0
     assert server_tensors(one)["merged"].any()
 
@@ -580,11 +582,11 @@ def test_evaluation_after_local_training_uses_the_trained_pair(settings: Any) ->
             {"name": "fedlora", "targets": ["q", "q"]},
             r"method\.targets must name each projection once, got \['q', 'q'\]",
         ),
-        ({"name": "flora", "ranks": [4, 33]}, r"method\.ranks must be at most the width 32 .* got \[4, 33\]"),
+        ({"name": "flora_stacked", "ranks": [4, 33]}, r"method\.ranks must be at most the width 32 .* got \[4, 33\]"),
         ({"name": "fedlora", "targets": []}, r"method\.targets"),
         ({"name": "fedlora", "targets": ["o"]}, r"method\.targets"),
-        ({"name": "flora", "ranks": []}, r"method\.ranks"),
-        ({"name": "flora", "ranks": [0]}, r"method\.ranks"),
+        ({"name": "flora_stacked", "ranks": []}, r"method\.ranks"),
+        ({"name": "flora_stacked", "ranks": [0]}, r"method\.ranks"),
         ({"name": "fedlora", "alpha": 0}, r"method\.alpha"),
         ({"name": "fedlora", "rank": 0}, r"method\.rank"),
         ({"name": "fedlora", "ranks": [2]}, r"method\.ranks is not a setting of fedlora"),
@@ -596,7 +598,7 @@ def test_settings_that_cannot_work_are_refused(settings: Any, method: dict[str, 
 
 
 def test_settings_come_from_a_config_as_they_are_written(settings: Any) -> None:
-    written = {"name": "flora", "ranks": [2, 4], "targets": ["k"], "alpha": 3, "depth": 2, "head": "shared"}
+    written = {"name": "flora_stacked", "ranks": [2, 4], "targets": ["k"], "alpha": 3, "depth": 2, "head": "shared"}
     assert experiment(settings(method=written)).method == FLoRA(
         head="shared", ranks=(2, 4), targets=("k",), alpha=3.0, depth=2
     )
@@ -609,3 +611,15 @@ def test_a_shared_head_is_averaged_and_a_local_one_stays(settings: Any, name: st
     assert shared_tensors(shared)["head.weight"].any()
     local = run(settings(name="b", method={"name": name, "rank": 2}))
     assert not {"head.weight", "head.bias"} & set(shared_tensors(local))
+
+
+def test_the_earlier_name_flora_is_the_same_method_and_the_same_run(settings: Any) -> None:
+    assert registry.build({"name": "flora", "rank": 2}) == registry.build({"name": "flora_stacked", "rank": 2})
+    today, before = (
+        registry.completed(parse(settings(method={"name": name, "rank": 2}))) for name in ("flora_stacked", "flora")
+    )
+    assert before.method["name"] == "flora_stacked"
+    assert before.digest() == today.digest()
+    assert "flora" not in registry.methods()
+    with pytest.raises(ConfigError, match="earlier name of 'flora_stacked', got 'flora'"):
+        registry.register("flora")(FedLoRA)

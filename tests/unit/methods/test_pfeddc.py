@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,7 +170,7 @@ def test_without_attention_prompts_are_put_together_as_the_setting_says(settings
         expected = {"mean": 0.5 * shared + 0.5 * own, "sum": shared + own, "concat": torch.cat([shared, own], -2)}
         torch.testing.assert_close(method.fused(modality, params), expected[kind])
     norms = {name: float(params[name].norm()) for name in GROUPS[:4]}
-    found = method.diagnostics(world, params, Seen(), Batch(torch.empty(0)))
+    found = replace(method, measure_drift=False).diagnostics(world, params, Seen(), Batch(torch.empty(0)))
     assert set(found) == {"text.global_share", "vision.global_share"}
     expected_share = norms["global_text"] / (norms["global_text"] + norms["local_text"])
     assert float(found["text.global_share"]) == pytest.approx(expected_share)
@@ -394,7 +395,8 @@ def test_a_client_that_never_trained_predicts_with_the_global_prompts(settings: 
     params = method.personalise(world, who, received, world.roles.local)
     found = logits_of(method, params, world, runtime)
     assert torch.equal(found, logits_of(alone, received, world, runtime))
-    assert method.diagnostics(world, params, Seen(), Batch(torch.empty(0))) == {}
+    silent = replace(method, measure_drift=False)
+    assert silent.diagnostics(world, params, Seen(), Batch(torch.empty(0))) == {}
     trained = {**world.roles.local, TRAINED: torch.ones(())}
     params = method.personalise(world, who, received, trained)
     assert set(params) == {*received, *trained}
@@ -459,7 +461,8 @@ def test_the_metrics_say_how_much_is_global_and_whether_the_attention_has_collap
     names = {"global_share", "attention_share", "attention_entropy", "attention_peak"}
     names |= {"global_mass"} if direction == "concat_keys" else set()
     for each in numbers:
-        assert set(each) == {f"{modality}.{name}" for modality in ("text", "vision") for name in names}
+        told = {f"{modality}.{name}" for modality in ("text", "vision") for name in names}
+        assert set(each) == {*told, "vision.drift"}
         assert all(0 < number <= 1 for number in each.values())
         assert each["text.attention_entropy"] > 0.5, "attention starts nearly even"
     summary = done.rounds()[-1].summary
@@ -503,3 +506,66 @@ def test_settings_that_do_not_matter_are_not_in_the_way(settings: Any, given: di
     method = registry.build({"name": "pfeddc", **given})
     world, _, runtime = prepared(settings(), method)
     assert torch.isfinite(logits_of(method, everything(world), world, runtime)).all()
+
+
+# ----------------------------------------------------------------------------------------- starts, controls, drift
+
+
+def test_a_random_start_of_the_attention_is_xaviers_for_all_maps_and_everything_learns_at_once(settings: Any) -> None:
+    method = PFedDC(attention_start="random")
+    world, _, runtime = prepared(settings(), method)
+    for modality, width in (("text", world.text.width), ("vision", world.width)):
+        maps = stripped(f"fusion.{modality}.", world.roles.local)
+        for name in ("query", "key", "value", "output"):
+            assert float(maps[f"{name}.weight"].abs().max()) == pytest.approx((3 / width) ** 0.5, rel=0.05)
+    found = gradients(method, everything(world), world, runtime)
+    for name in GROUPS:
+        assert any(bool(gradient.any()) for other, gradient in found.items() if other.startswith(name)), name
+
+
+def test_local_vision_prompts_may_start_as_means_of_patch_embeddings(settings: Any) -> None:
+    method = PFedDC(vision_start="patches", vision_tokens=3, vision_depth=2)
+    world, _, runtime = prepared(settings(), method)
+    images = runtime.bank.images(1, "train")
+    inputs = images.features("block_inputs:2", torch.arange(len(images)))  # (n, 2, T, d)
+    start = runtime._new(runtime._client(1, 1))["local_vision"]
+    patches = [list(part) for part in np.array_split(range(inputs.shape[2] - 1), 3)]
+    for block in range(2):
+        for token, part in enumerate(patches):
+            rows = [inputs[image, block, 1 + patch] for image in range(len(images)) for patch in part]
+            torch.testing.assert_close(start[block, token], torch.stack(rows).mean(0), atol=1e-5, rtol=1e-4)
+    other = runtime._new(runtime._client(0, 1))["local_vision"]
+    assert not torch.equal(start, other)
+    assert torch.equal(runtime.world.roles.local["local_vision"], world.roles.local["local_vision"])
+
+
+def test_frozen_global_prompts_stay_at_their_start_while_all_else_learns(settings: Any) -> None:
+    method = PFedDC(freeze_global=True)
+    world, _, _ = prepared(settings(), method)
+    done = run(settings(federation={"rounds": 2, **ONCE}), method)
+    for name, tensor in shared_tensors(done).items():
+        assert torch.equal(tensor, world.roles.shared[name])
+    free = run(settings(name="free", federation={"rounds": 2, **ONCE}), PFedDC())
+    assert not torch.equal(shared_tensors(free)["global_text"], world.roles.shared["global_text"])
+    moved = local_tensors(done, 0)
+    for name in ("local_text", "local_vision", "fusion.text.output.weight", "fusion.vision.query.weight"):
+        assert not torch.equal(moved[name], world.roles.local[name]), name
+    with pytest.raises(ConfigError, match=r"method\.freeze_global must be false unless"):
+        run(settings(name="alone"), PFedDC(freeze_global=True, use_local=False))
+
+
+def test_the_drift_is_the_distance_from_the_features_without_prompts(settings: Any) -> None:
+    done = run(settings(federation={"rounds": 1, **ONCE}), PFedDC())
+    drift = done.rounds()[-1].summary["diagnostics"]["vision.drift"]
+    assert 0 < drift < 2
+    world, _, runtime = prepared(settings(), PFedDC())
+    images, rows = runtime.bank.images(0, "test"), torch.arange(3)
+    params = {**everything(world)}
+    batch = make_batch(PFedDC(), images, rows, False)
+    seen = forward(PFedDC(), world, params, images, rows, batch, {})
+    found = PFedDC().diagnostics(world, params, seen, batch)["vision.drift"]
+    plain = images.features("image", rows)
+    torch.testing.assert_close(found, (seen.image - plain).square().sum(-1).sqrt())
+    without = PFedDC(measure_drift=False)
+    assert without.needs == ()
+    assert PFedDC(use_vision=False).needs == ()

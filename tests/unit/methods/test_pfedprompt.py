@@ -12,13 +12,25 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from support import shared_tensors, worst_difference
 from text_methods import gradient, results, run_on_clip, runtime_of, working_parameters
+from torch import Tensor
 
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.client.step import forward, make_batch
 from fedprompt.core import registry
 from fedprompt.core.method import Method
 from fedprompt.errors import ConfigError
-from fedprompt.methods.pfedprompt import KEYS, KNOWN, PFedPrompt, recall, remember
+from fedprompt.methods.pfedprompt import (
+    KEYS,
+    KNOWN,
+    SHARPNESS,
+    SHARPNESSES,
+    WEIGHT,
+    WEIGHTS,
+    PFedPrompt,
+    calibrate,
+    recall,
+    remember,
+)
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.tensors import Tensors
 
@@ -100,7 +112,8 @@ def test_the_context_follows_promptfl_to_the_bit_and_only_it_travels(settings: A
 def test_a_memory_without_weight_is_promptfl(settings: Any) -> None:
     plain = run_on_clip(settings, PromptFL(context_tokens=4), "plain")
     personal = run_on_clip(settings, PFedPrompt(context_tokens=4, memory_weight=0.0), "personal")
-    assert results(plain, 2) == results(personal, 2)
+    for client, found in results(personal, 2).items():
+        assert {**found, "diagnostics": {}} == {**results(plain, 2)[client], "diagnostics": {}}
 
 
 def logits_of(runtime: ClientRuntime, method: Method, params: Tensors, training: bool) -> torch.Tensor:
@@ -111,7 +124,7 @@ def logits_of(runtime: ClientRuntime, method: Method, params: Tensors, training:
 
 
 def test_the_memory_joins_in_at_tests_and_in_training_when_asked(settings: Any) -> None:
-    method = PFedPrompt(context_tokens=4, memory_weight=2.0)
+    method = PFedPrompt(context_tokens=4, memory_weight=2.0, sharpness=5.5)
     runtime, _ = runtime_of(settings, method)
     params, plain = working_parameters(runtime), PromptFL(context_tokens=4)
     said = logits_of(runtime, plain, params, training=False)
@@ -119,11 +132,66 @@ def test_the_memory_joins_in_at_tests_and_in_training_when_asked(settings: Any) 
     features = runtime.bank.images(0, "train").features("image", torch.arange(6))
     expected = said + 2.0 * recall(params[KEYS], params[KNOWN], features, 5.5)
     torch.testing.assert_close(logits_of(runtime, method, params, training=False), expected)
-    always = PFedPrompt(context_tokens=4, memory_weight=2.0, train_with_memory=True)
+    always = PFedPrompt(context_tokens=4, memory_weight=2.0, sharpness=5.5, train_with_memory=True)
     torch.testing.assert_close(logits_of(runtime, always, params, training=True), expected)
     gradients = [gradient(runtime, each, params, "context") for each in (plain, method, always)]
     assert torch.equal(gradients[0], gradients[1])
     assert not torch.allclose(gradients[0], gradients[2], rtol=1e-3)
+
+
+def naive_choice(features: Tensor, labels: list[int], text: Tensor, scale: float, classes: int) -> tuple[float, float]:
+    """Alpha and beta image by image: each is classified by the text and by all other images."""
+    scored = []
+    for beta in SHARPNESSES:
+        for alpha in WEIGHTS:
+            right, fit = [], []
+            for number, (image, label) in enumerate(zip(features, labels, strict=True)):
+                if labels.count(label) < 2:
+                    continue
+                logits = scale * image @ text.T
+                for other, key in enumerate(features):
+                    if other != number:
+                        logits[labels[other]] += alpha * math.exp(-beta * (1 - float(image @ key)))
+                right.append(float(logits.argmax() == label))
+                fit.append(float(logits.log_softmax(0)[label]))
+            scored.append((sum(right) / len(right), sum(fit) / len(fit), alpha, beta, len(right)))
+    best, count = max(each[0] for each in scored), scored[0][-1]
+    error = math.sqrt(max(best * (1 - best), 1 / count) / count)
+    _, _, alpha, beta, _ = max((each for each in scored if each[0] >= best - error), key=lambda each: each[1])
+    return alpha, beta
+
+
+@pytest.mark.parametrize("spread", [1.0, 2.0])
+def test_alpha_and_beta_are_those_that_classify_each_remembered_image_best_by_the_others(spread: float) -> None:
+    """Six dimensions, texts that say nothing: near images need another beta than scattered ones."""
+    drawn = torch.Generator().manual_seed(1)
+    centres = F.normalize(torch.randn(4, 6, generator=drawn, dtype=torch.float64), dim=-1)
+    labels = [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3]
+    noise = torch.randn(len(labels), 6, generator=drawn, dtype=torch.float64)
+    features = F.normalize(centres[labels] + spread * noise / 6**0.5, dim=-1)
+    text = F.normalize(torch.randn(4, 6, generator=drawn, dtype=torch.float64), dim=-1)
+    keys, known = remember(features, torch.tensor(labels), classes=4, most=5)
+    found = calibrate(keys, known, 10.0 * keys @ text.T, WEIGHTS, SHARPNESSES)
+    assert found == naive_choice(features, labels, text, 10.0, 4)
+    assert found != (1.0, 5.5)
+
+
+def test_a_client_calibrates_the_memory_on_its_own_training_images(settings: Any) -> None:
+    method = PFedPrompt(context_tokens=2)
+    runtime, world = runtime_of(settings, method)
+    params, images = working_parameters(runtime), runtime.bank.images(0, "train")
+    features = images.features("image", torch.arange(len(images))).double()
+    text = world.text.encode(params["context"][None], "end")[0].double()
+    expected = naive_choice(features, images.labels.tolist(), text, world.text.scale, world.classes)
+    assert (float(params[WEIGHT]), float(params[SHARPNESS])) == expected
+    half = PFedPrompt(context_tokens=2, sharpness=3.0)
+    assert float(working_parameters(runtime_of(settings, half)[0])[SHARPNESS]) == 3
+
+
+def test_one_image_per_class_leaves_the_numbers_of_tip_adapter() -> None:
+    keys, known = remember(torch.eye(3), torch.tensor([0, 1, 2]), classes=3, most=2)
+    assert calibrate(keys, known, keys @ torch.eye(3), WEIGHTS, SHARPNESSES) == (1.0, 5.5)
+    assert calibrate(keys, known, keys @ torch.eye(3), (7.0,), SHARPNESSES) == (7.0, 5.5)
 
 
 def test_a_strong_memory_knows_the_training_images(settings: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import Tensor
 from fedprompt.core import registry
 from fedprompt.core.client_sampling import sample_cohort
 from fedprompt.core.method import Server, Upload
+from fedprompt.core.pool import Pool
 from fedprompt.errors import ConfigError
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.promptfl import PromptFL
-from fedprompt.methods.promptfl_amp import OWN, TRAINED, PromptFLAMP, clouds
+from fedprompt.methods.promptfl_amp import ENTROPY, OWN, SELF, TRAINED, PromptFLAMP, clouds, median_distance
 from fedprompt.modules.knn import Block
 
 pytestmark = pytest.mark.unit
@@ -52,8 +54,8 @@ def cloud(contexts: Tensor, sigma: float, step: float, asking: int = 1, size: in
         Block(np.array(part), contexts[part].flatten(1))
         for part in np.split(np.arange(len(contexts)), range(size, len(contexts), size))
     ]
-    found = clouds(mine, blocks, sigma, step)
-    return [(found[client][0].view_as(contexts[0]), float(found[client][1])) for client in range(asking)]
+    found = clouds(mine, blocks, sigma, 1 / sigma, step)
+    return [(found[client].context.view_as(contexts[0]), float(found[client].step)) for client in range(asking)]
 
 
 @hypothesis.given(
@@ -107,6 +109,51 @@ def test_contexts_far_away_and_nobody_there_leave_a_context_as_it_is() -> None:
         ((found, capped),) = cloud(torch.stack([mine, *others]), sigma=1.0, step=0.5)
         assert torch.equal(found, mine)
         assert capped == 0.5
+
+
+def test_with_the_median_as_scale_the_attention_tells_near_from_far_whatever_the_unit(settings: Any) -> None:
+    """Three clients near each other and one far away, all within 1e-3: with sigma 1 every weight is 1/3 and none is its own."""
+    method = PromptFLAMP(context_tokens=2)
+    _, world = runtime_of(settings, method)
+    start = world.roles.shared["context"]
+    for unit in (1e-4, 1.0):
+        places = [0.0, 1.0, -1.0, 20.0]
+        contexts = {client: start + unit * place * torch.eye(*start.shape) for client, place in enumerate(places)}
+        pool = Pool().with_rows(contexts)
+        distances = sorted((unit * (a - b)) ** 2 * 2 for a, b in itertools.combinations(places, 2))
+        assert median_distance(pool) == pytest.approx(distances[2], rel=1e-3)
+        sigma = distances[2]
+        server = Server(world.roles.shared, world.roles.server, 1, pool)
+        for client in (0, 3):
+            weights = {
+                other: math.exp(-2 * (unit * (places[client] - places[other])) ** 2 / sigma) / 3
+                for other in range(4)
+                if other != client
+            }
+            own = 1 - sum(weights.values())
+            expected = own * contexts[client] + sum(weight * contexts[other] for other, weight in weights.items())
+            found = method.download(world, server, client)
+            torch.testing.assert_close(found["context"], expected, atol=2e-7, rtol=1e-5)
+            assert float(found[SELF]) == pytest.approx(own, abs=1e-4)
+            shares = [weight / sum(weights.values()) for weight in weights.values()]
+            entropy = -sum(share * math.log(share) for share in shares if share) / math.log(3)
+            if client == 0:
+                assert float(found[ENTROPY]) == pytest.approx(entropy, abs=1e-3)
+                assert 0.3 < own < 0.9
+            else:
+                assert own > 0.99, "nobody is near it"
+        inert = PromptFLAMP(context_tokens=2, sigma=1.0)
+        if unit == 1e-4:
+            assert float(inert.download(world, server, 0)[SELF]) == 0
+            assert float(inert.download(world, server, 0)[ENTROPY]) == pytest.approx(1, abs=1e-4)
+
+
+def test_the_weights_of_the_attention_are_among_the_figures_of_a_run(settings: Any) -> None:
+    done = run_on_clip(settings, PromptFLAMP(context_tokens=2), "figures", federation={"rounds": 3})
+    found = done.rounds()[-1].summary["diagnostics"]
+    assert set(found) == {"amp.weight_self", "amp.weight_entropy", "amp.distance"}
+    assert 0 < found["amp.weight_self"] < 1
+    assert 0 < found["amp.weight_entropy"] < 1
 
 
 def test_the_gradient_differs_from_that_of_promptfl_by_the_pull_to_the_cloud(settings: Any) -> None:
@@ -195,7 +242,7 @@ def test_a_client_predicts_with_its_own_context_once_it_has_one(settings: Any) -
     method = PromptFLAMP(context_tokens=2)
     runtime, world = runtime_of(settings, method)
     who, mean = runtime._client(0, 1), world.roles.shared["context"] + 1
-    received = {"context": mean, "step": torch.tensor(1.0)}
+    received = {"context": mean, "step": torch.tensor(1.0), SELF: torch.tensor(0.0), ENTROPY: torch.tensor(1.0)}
     new = method.personalise(world, who, received, world.roles.local)
     assert torch.equal(new["context"], mean)
     own = {OWN: mean + 1, TRAINED: torch.ones(())}

@@ -218,7 +218,7 @@ def test_scaffold_is_refused_where_training_does_not_begin_with_what_was_receive
         run(plain("a", {"name": "scaffold"}, method={"name": "promptfl_amp"}, backbone={"name": "tiny-clip"}))
 
 
-@pytest.mark.parametrize("method", ["pfedpg", "flora", "flow"])
+@pytest.mark.parametrize("method", ["pfedpg", "flora_stacked", "flow"])
 def test_ditto_is_refused_where_undeclared_tensors_are_trained(method: str, plain: Any) -> None:
     with pytest.raises(ConfigError, match=r"only its shared and local tensors, got .ditto with one that trains"):
         run(plain("a", {"name": "ditto"}, method={"name": method, "head": "shared"}))

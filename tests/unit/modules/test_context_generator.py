@@ -28,8 +28,8 @@ def features(seed: int = 1) -> Tensor:
     return F.normalize(drawn, dim=-1)
 
 
-def naive(tensors: Tensors, names: Tensor) -> Tensor:
-    """Of names that are all known, with modules of torch."""
+def naive(tensors: Tensors, names: Tensor, residual: bool = False) -> Tensor:
+    """Of names that are all known, with modules of torch as the authors use them: no residual around the attention."""
 
     def norm(name: str, x: Tensor) -> Tensor:
         layer = nn.LayerNorm(x.shape[-1], dtype=x.dtype)
@@ -43,22 +43,34 @@ def naive(tensors: Tensors, names: Tensor) -> Tensor:
         "q_proj_weight": tensors["attention.query.weight"],
         "k_proj_weight": tensors["attention.key.weight"],
         "v_proj_weight": tensors["attention.value.weight"],
-        "in_proj_bias": torch.zeros(3 * WIDTH, dtype=torch.float64),
+        "in_proj_bias": torch.cat([tensors[f"attention.{name}.bias"] for name in ("query", "key", "value")]),
         "out_proj.weight": tensors["attention.output.weight"],
         "out_proj.bias": tensors["attention.output.bias"],
     }
     said = norm("names_norm", names)[None]
     asked = norm("queries_norm", tensors["queries"])[None]
     answer, _ = torch.func.functional_call(attention, weights, (asked, said, said))
-    mixed = tensors["queries"] + answer[0]
+    mixed = answer[0] + tensors["queries"] if residual else answer[0]
     wide = norm("feed_forward.norm", mixed) @ tensors["feed_forward.in.weight"].T + tensors["feed_forward.in.bias"]
     hidden = wide[:, : 4 * WIDTH] * nn.GELU()(wide[:, 4 * WIDTH :])
     return mixed + hidden @ tensors["feed_forward.out.weight"].T + tensors["feed_forward.out.bias"]
 
 
-def test_it_is_a_cross_attention_and_a_gated_layer() -> None:
-    found = generate(made(), features(), torch.ones(CLASSES), HEADS)
-    torch.testing.assert_close(found, naive(made(), features()), atol=1e-12, rtol=1e-12)
+@pytest.mark.parametrize("residual", [False, True])
+def test_it_is_a_cross_attention_with_biases_and_a_gated_layer(residual: bool) -> None:
+    found = generate(made(), features(), torch.ones(CLASSES), HEADS, residual)
+    torch.testing.assert_close(found, naive(made(), features(), residual), atol=1e-12, rtol=1e-12)
+
+
+def test_it_starts_as_torchs_attention_does() -> None:
+    """With keys as wide as queries torch draws one matrix (3 d, d), uniform in ±sqrt(6 / 4 d), and biases of zero."""
+    tensors, torchs = initial_generator(torch.zeros(4, 64), 64, seeded()), nn.MultiheadAttention(64, 4)
+    for name in ("query", "key", "value"):
+        found, expected = tensors[f"attention.{name}.weight"], torchs.in_proj_weight.detach()
+        assert float(found.std()) == pytest.approx(float(expected.std()), rel=0.05)
+        assert float(found.abs().max()) == pytest.approx(float(expected.abs().max()), rel=0.01)
+    for name in ("query", "key", "value", "output"):
+        assert not tensors[f"attention.{name}.bias"].any()
 
 
 def test_names_that_are_not_known_are_not_there() -> None:
@@ -83,7 +95,8 @@ def test_what_is_trained_has_a_gradient() -> None:
     loss = generate(tensors, features(), torch.tensor([1.0, 1, 0, 1, 0, 1]), HEADS).square().sum()
     for name, gradient in zip(tensors, torch.autograd.grad(loss, list(tensors.values())), strict=True):
         assert gradient.isfinite().all(), name
-        assert float(gradient.abs().max()) > 1e-9, name
+        if name != "attention.key.bias":  # adds the same to all scores of a query
+            assert float(gradient.abs().max()) > 1e-9, name
 
 
 def test_size_at_the_width_of_clip() -> None:
@@ -91,4 +104,4 @@ def test_size_at_the_width_of_clip() -> None:
     tensors = initial_generator(torch.zeros(4, 512), 512, seeded())
     weights = sum(tensor.numel() for name, tensor in tensors.items() if tensor.dim() == 2 and name != "queries")
     assert weights == 16 * 512**2
-    assert sum(tensor.numel() for tensor in tensors.values()) == 4_204_544
+    assert sum(tensor.numel() for tensor in tensors.values()) == 4_206_080

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from fedprompt.config import Config, Section, complaints
 from fedprompt.config.settings import MOST_EPOCHS, MOST_ROUNDS
 from fedprompt.config.strict_yaml import MOST_BYTES, read_yaml
+from fedprompt.core.registry import METHODS
 from fedprompt.errors import ConfigError, broken
 from fedprompt.io.bounded_read import read_text
 
@@ -116,7 +117,7 @@ def refused_settings(policy: SitePolicy, config: Config) -> Iterator[Refused]:
             if abs(value) > MOST_OF_METHOD:
                 yield Refused("policy", broken(f"{section}.{name}", f"be at most {MOST_OF_METHOD} here", value))
     known = policy.methods
-    if known is not None and config.method["name"] not in known:
+    if known is not None and config.method["name"] not in {*known, *map(METHODS.current, known)}:
         yield Refused(
             "policy", broken("method.name", f"be one of {', '.join(known) or '(none)'} here", config.method["name"])
         )

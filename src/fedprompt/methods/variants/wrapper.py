@@ -78,6 +78,10 @@ class Variant(Method):
         return self.inner.starts_as_received
 
     @property
+    def weighs_evenly(self) -> bool:
+        return self.inner.weighs_evenly
+
+    @property
     def sums_suffice(self) -> bool:
         return self.inner.sums_suffice
 

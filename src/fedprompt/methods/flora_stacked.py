@@ -14,6 +14,9 @@ Clients may have different ranks (`ranks`). Their factors are padded with zeros 
 the padding out of the product, hence without a gradient; the server cuts the padding off. The padding is sent, so it
 counts as traffic.
 
+The method was called `flora` here before; configs and run files with that name are still read. There is another FLORA,
+which tunes CLIP with low-rank factors.
+
 Traffic: here a client keeps only its head, so it receives the whole merged change, d x d values per changed projection
 (14.2 million for a ViT-B with q and v in 12 blocks), and the new A. Clients that take part in every round and keep the
 merged change could instead receive the stack of the round, 2 d sum_k r_k values per projection: less while sum_k r_k <
@@ -45,7 +48,7 @@ FACTORS = ("lora.a", "lora.b")
 Rank = Annotated[int, Field(ge=1)]
 
 
-@register("flora")
+@register("flora_stacked", formerly="flora")
 @dataclass(frozen=True)
 class FLoRA(FedLoRA):
     """Low-rank changes that are merged exactly and restarted every round; the rank may differ by client."""
