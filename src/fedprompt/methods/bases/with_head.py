@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Method, Seen, Stage, World
+from fedprompt.core.recipe import Recipe
 from fedprompt.core.roles import Roles
 from fedprompt.modules import heads
 from fedprompt.tensors import Tensors
@@ -23,6 +24,10 @@ class WithHead(Method):
     """Where the head is kept."""
     finetune_epochs: Annotated[int, Field(ge=0)] = 5
     """Epochs on the head before an evaluation, with shared_then_finetune."""
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(lr=0.001, lrs={"head.*": 0.002})
 
     def with_head(self, world: World, roles: Roles) -> Roles:
         """The roles with a zero head added as local or shared."""

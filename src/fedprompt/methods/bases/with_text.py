@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.core.method import Method, Stage, World
+from fedprompt.core.recipe import Recipe
 from fedprompt.errors import ConfigError, broken
 from fedprompt.modules.contexts import Position, TextContext, random_context
 from fedprompt.random_streams import Stream
@@ -31,6 +32,10 @@ class WithText(Method):
     """Where the class name stands: after the context, inside it, or before it."""
     class_specific: bool = False
     """One context per class instead of one for all."""
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(lr=0.002, lrs={"gate.*": 0.001, "fusion.*": 0.001, "generator.*": 0.001, "coupling.*": 0.001})
 
     @property
     def uses_text(self) -> bool:
