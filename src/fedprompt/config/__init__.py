@@ -1,23 +1,24 @@
 """Settings of an experiment: models, files, overrides, sweeps and strict YAML. Free of torch."""
 
-from fedprompt.config.settings import (
-    NO_RESULT,
+from fedprompt.config.complaints import complaints, difference
+from fedprompt.config.protection_settings import (
     PRIVACY_PRESETS,
     AggregationConfig,
     AttackConfig,
+    GuardConfig,
+    PrivacyConfig,
+)
+from fedprompt.config.sections import Section
+from fedprompt.config.settings import (
+    NO_RESULT,
     BackboneConfig,
     Config,
     DataConfig,
     EngineConfig,
     FederationConfig,
-    GuardConfig,
     OutputConfig,
     PartitionConfig,
-    PrivacyConfig,
-    Section,
     TrainConfig,
-    complaints,
-    difference,
     parse,
 )
 

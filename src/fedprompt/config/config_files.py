@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from fedprompt.config.settings import PRIVACY_PRESETS, Config, parse
+from fedprompt.config.protection_settings import PRIVACY_PRESETS
+from fedprompt.config.settings import Config, parse
 from fedprompt.config.strict_yaml import MOST_BYTES, MOST_LEVELS, read_yaml
 from fedprompt.errors import ConfigError, broken
 from fedprompt.io.bounded_read import read_text

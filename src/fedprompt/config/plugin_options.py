@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from fedprompt.config.settings import Section, complaints
+from fedprompt.config.complaints import complaints
+from fedprompt.config.sections import Section
 from fedprompt.errors import ConfigError
 
 Definitions = Mapping[str, tuple[Any, Any]]  # name of a setting -> its type, and its default or `...`

@@ -8,93 +8,47 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
-from fedprompt.config.registries import AGGREGATORS, ENGINES, PARTITIONS, SOURCES, In
+from fedprompt.config.complaints import complaints
+from fedprompt.config.protection_settings import (
+    PRIVACY_PRESETS,
+    AggregationConfig,
+    AttackConfig,
+    GuardConfig,
+    PrivacyConfig,
+)
+from fedprompt.config.registries import ENGINES, PARTITIONS, SOURCES, In
+from fedprompt.config.sections import (
+    MOST_EPOCHS,
+    MOST_ROUNDS,
+    Auto,
+    Bound,
+    Decay,
+    Extensible,
+    Grown,
+    Location,
+    Name,
+    NotNegative,
+    Positive,
+    Rate,
+    ScheduleName,
+    Section,
+    Share,
+    SiteName,
+    ValidationSize,
+)
 from fedprompt.errors import ConfigError
-
-MOST_ROUNDS = 1_000_000
-MOST_EPOCHS = 100_000
-
-Positive = Annotated[int, Field(ge=1, lt=2**31)]
-NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1, max_length=150, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Auto = Literal["auto"]  # the program chooses, and the run file says what it chose
-ScheduleName = Literal["constant", "cosine", "local_cosine"]
-
-SiteName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
-
-
-def _on_disk(value: str) -> str:
-    """A name that a file system can have."""
-    if "\0" in value or len(value) > 1024 or any(len(part.encode()) > 255 for part in value.split("/")):
-        raise ValueError("be a path of at most 1024 letters, 255 bytes in each part, and no null character")
-    return value
-
-
-Location = Annotated[str, AfterValidator(_on_disk)]  # a path, or a name that may be one
-
-
-def _validation_size(value: Any) -> Any:
-    """No images are no validation split."""
-    share, number = type(value) is float and 0 <= value < 1, type(value) is int and 0 <= value < 2**31
-    if not (value is None or share or number):
-        raise ValueError("be a share below 1, or a whole number of images per domain and class")
-    return value or None
-
-
-ValidationSize = Annotated[
-    Annotated[int, Field(ge=0, lt=2**31)] | Annotated[float, Field(ge=0, lt=1)] | None,
-    BeforeValidator(_validation_size),
-]
-
-
-class Section(BaseModel):
-    """Unknown keys are errors, and nothing is converted silently: the text "False" is not a boolean."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-
-class Grown(Section):
-    """A section with settings that were added later. At their defaults they are absent from hashes and run files, so that
-    those of earlier versions stay equal.
-    """
-
-    later: ClassVar[tuple[str, ...]] = ()
-
-    @model_serializer(mode="wrap")
-    def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = handler(self)
-        defaults = {name: type(self).model_fields[name].default for name in self.later}
-        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
-
-
-class Extensible(Grown):
-    """A section that names something others can add to. Where there are no `options`, hashes and run files have none."""
-
-    later: ClassVar[tuple[str, ...]] = ("options",)
 
 
 class DataConfig(Extensible):
@@ -292,88 +246,6 @@ class FederationConfig(Grown):
         return self
 
 
-class GuardConfig(Section):
-    """What an update must be like before it is aggregated, and what happens to a round that loses too many."""
-
-    quorum: Share = 0.5
-    """Share of the updates of a round that must be accepted for the round to count."""
-    repeats: NotNegative = 1
-    """Number of times a round below the quorum is repeated, each time with clients drawn anew."""
-    norm: Bound | None = None
-    """Largest L2 norm of an update over all shared tensors. Longer ones are refused. No bound when absent."""
-    norm_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """Largest L2 norm of an update as a multiple of the median over the round. No bound when absent."""
-    weight_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 20.0
-    """Largest weight of a client, as a multiple of the round's median number of images. Null for no bound."""
-    max_samples: Positive = 10_000_000
-    """Largest number of images a client may claim. An update that claims more is refused."""
-    max_bytes: Annotated[int, Field(ge=1, lt=2**63)] | None = None
-    """Largest size of a message in bytes. When absent, the size of the declared tensors and some room."""
-
-
-class AggregationConfig(Extensible):
-    """How the shared tensors of a cohort become one set. Every rule but the mean counts each client once."""
-
-    rule: Annotated[str, In(AGGREGATORS)] = "mean"
-    """How updates become one: the weighted mean, or a rule that withstands some malicious clients."""
-    malicious: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
-    """Share of the clients of a round that may be malicious: what `trimmed_mean` cuts off at either end."""
-    radius: Bound = 1.0
-    """With `clipped_mean`, the largest distance of an update from the shared tensors. Longer ones are shortened to it."""
-    options: dict[str, Any] = {}
-    """Settings of a `rule` that is not of this package."""
-
-
-class AttackConfig(Section):
-    """Clients that do not play by the rules, to see what a defence is worth. Only honest clients are evaluated."""
-
-    kind: Literal["nan", "scale", "sign_flip", "label_flip", "forged_weight", "free_rider"]
-    """What malicious clients do. See docs/protection.md."""
-    fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Share of the training clients that are malicious."""
-    strength: Annotated[float, Field(gt=0, le=1e12)] | None = None
-    """Factor on the update (10 for `scale`, 1 for `sign_flip` when absent) or on the claimed images (1000)."""
-
-
-class PrivacyConfig(Section):
-    """Client-level differential privacy of what is uploaded."""
-
-    noise_at: Literal["client", "server", "step"] = "client"
-    """What noise is added to: every client's update, their sum at the server, or every training step's gradient."""
-    clip: Bound | None = 1.0
-    """Largest norm of an update, or of a gradient with `step`; longer ones are shortened to it. Null for no bound."""
-    clips: dict[str, Bound] = {}
-    """Bounds of uploaded statistics by name pattern. Those that no pattern matches have `clip`."""
-    noise: Rate | None = None
-    """Standard deviation of the noise, as a multiple of the bound. Give this or `target_epsilon`."""
-    target_epsilon: Annotated[float, Field(gt=0, le=1000)] | None = None
-    """Epsilon that all rounds together may spend. The noise is computed from it. Give this or `noise`."""
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """Probability with which the guarantee of epsilon may fail."""
-    max_epsilon: Bound | None = None
-    """End the run before the round that would spend more than this epsilon. No limit when absent."""
-    quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Let the bound follow this quantile of the norms of updates. Needs `noise_at: server`. Fixed when absent."""
-    quantile_rate: Bound = 0.2
-    """Rate at which the bound follows the quantile."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> PrivacyConfig:
-        if (self.noise is None) == (self.target_epsilon is None):
-            raise ValueError("have either noise or target_epsilon")
-        if self.clip is None and self.noise != 0:
-            raise ValueError("have a clip unless noise is 0: noise is measured against it")
-        if self.quantile is not None and (self.noise_at != "server" or self.clip is None):
-            raise ValueError("have noise_at: server and a clip to start from where the clip follows a quantile")
-        return self
-
-
-PRIVACY_PRESETS: dict[str, dict[str, Any]] = {
-    f"pfedmoap-{epsilon}": {"noise_at": "client", "target_epsilon": float(epsilon), "delta": 0.05}
-    for epsilon in (25, 50)
-}  # Table 6 of pFedMoAP; its paper tells neither the bound nor how rounds add up
-
-
 class OutputConfig(Section):
     """Where a run is written. Nothing here changes a result, so it is left out of the hash."""
 
@@ -428,7 +300,7 @@ class Config(Section):
     variant: dict[str, Any] | None = None
     """A variant around the method, such as `fedprox`: `name`, and its own settings. None when absent."""
     train: TrainConfig = TrainConfig()
-    """Local training of one client in one round, by SGD."""
+    """Local training of one client in one round."""
     federation: FederationConfig = FederationConfig()
     """Rounds, participation, aggregation and evaluation."""
     guard: GuardConfig = GuardConfig()
@@ -521,40 +393,3 @@ def parse(values: Mapping[str, Any], check_names: bool = True) -> Config:
         raise ConfigError(complaints(error, "")) from error
     except TypeError as error:
         raise ConfigError(f"config: only plain YAML values are understood: {error}") from error
-
-
-def complaints(error: ValidationError, section: str) -> str:
-    """The problems of a nested section (a method's own fields), one a line."""
-    problems = error.errors()
-    lines = [_complaint(problem, section) for problem in problems if problem["loc"][-1:] != (AUTO_MEMBER,)]
-    return "\n".join(dict.fromkeys(lines))
-
-
-AUTO_MEMBER = "literal['auto']"  # what pydantic calls one side of `... | Auto`
-OTHER_MEMBERS = re.compile(r"\.(constrained-)?(float|int)$|\.literal\[.*\]$")  # and the other
-
-
-def _complaint(problem: Any, section: str = "") -> str:
-    field = ".".join([section, *map(str, problem["loc"])]).strip(".")
-    field = OTHER_MEMBERS.sub("", field)
-    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{field} is not a known setting"
-    if problem["type"] == "missing":
-        return f"{field} must be given"
-    rule = re.sub(r"^(Value error, |\w+ should )", "", problem["msg"])
-    value = problem["input"]
-    if problem["type"] in ("bool_type", "bool_parsing"):
-        rule = "be true or false, without quotes"
-    return f"{field} must {rule}, got {value!r}"
-
-
-def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The lines `field: old -> new` in which two config mappings differ."""
-    lines = []
-    for key in sorted({*old, *new}):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            lines += difference(before, after, f"{prefix}{key}.")
-        elif before != after:
-            lines.append(f"{prefix}{key}: {before!r} -> {after!r}")
-    return lines
