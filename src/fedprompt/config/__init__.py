@@ -8,7 +8,7 @@ from fedprompt.config.protection_settings import (
     GuardConfig,
     PrivacyConfig,
 )
-from fedprompt.config.sections import Section
+from fedprompt.config.setting_types import Section
 from fedprompt.config.settings import (
     NO_RESULT,
     BackboneConfig,

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError, create_model
 
 from fedprompt.config.complaints import complaints
-from fedprompt.config.sections import Section
+from fedprompt.config.setting_types import Section
 from fedprompt.errors import ConfigError
 
 Definitions = Mapping[str, tuple[Any, Any]]  # name of a setting -> its type, and its default or `...`

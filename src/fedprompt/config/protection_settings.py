@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from fedprompt.config.registries import AGGREGATORS, In
-from fedprompt.config.sections import Bound, Extensible, NotNegative, Positive, Rate, Section, Share
+from fedprompt.config.setting_types import Bound, Extensible, NotNegative, Positive, Rate, Section, Share
 
 
 class GuardConfig(Section):

@@ -29,7 +29,7 @@ from fedprompt.config.protection_settings import (
     PrivacyConfig,
 )
 from fedprompt.config.registries import ENGINES, PARTITIONS, SOURCES, In
-from fedprompt.config.sections import (
+from fedprompt.config.setting_types import (
     MOST_EPOCHS,
     MOST_ROUNDS,
     Auto,

@@ -22,7 +22,7 @@ Schedule = Literal["constant", "cosine", "local_cosine"]
 class Recipe:
     """Recommended training of a method. Rates belong to its optimiser: those of Adam are no rates for SGD."""
 
-    lr: float = 0.001
+    lr: float = 0.003
     """Learning rate of every tensor that `lrs` does not name."""
     lrs: Mapping[str, float] = field(default_factory=dict)
     """Learning rates by name pattern of tensors, such as `head.*`."""

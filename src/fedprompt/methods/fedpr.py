@@ -49,7 +49,7 @@ class FedPR(FedVPTDeep):
     @property
     def recipe(self) -> Recipe:
         """The normalised projector makes every step of the prompt about 20 times shorter."""
-        return Recipe(lr=0.02 if self.normalise_projector else 0.001, lrs={"head.*": 0.002})
+        return Recipe(lr=0.05 if self.normalise_projector else 0.003, lrs={"head.*": 0.003})
 
     def dropped(self, width: int) -> int:
         """r, the number of directions in which a prompt may not change."""

@@ -40,7 +40,7 @@ def test_every_setting_is_described_in_a_sentence() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        "| `lr` | number, ≥ 0 | `0.01` | Learning rate of every tensor that `lrs` does not name. |",
+        "| `weight_decay` | number, ≥ 0 | `0.0` | Weight decay: in the gradient of SGD and Adam, beside it with AdamW. |",
         "| `kind` | `nan`, `scale`, `sign_flip`, `label_flip`, `forged_weight`, `free_rider` | required | What malicious clients do",
         "| `lrs` | map of text to number, ≥ 0 | `{}` |",
         "| `mean` | list of 3 × number or null | `null` |",

@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from fedprompt.config import Config, Section, complaints
-from fedprompt.config.sections import MOST_EPOCHS, MOST_ROUNDS
+from fedprompt.config.setting_types import MOST_EPOCHS, MOST_ROUNDS
 from fedprompt.config.strict_yaml import MOST_BYTES, read_yaml
 from fedprompt.core.registry import METHODS
 from fedprompt.errors import ConfigError, broken

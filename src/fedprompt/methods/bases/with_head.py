@@ -27,7 +27,7 @@ class WithHead(Method):
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(lr=0.001, lrs={"head.*": 0.002})
+        return Recipe(lr=0.003)
 
     def with_head(self, world: World, roles: Roles) -> Roles:
         """The roles with a zero head added as local or shared."""
