@@ -42,6 +42,7 @@ from torch import Tensor
 
 from fedprompt.core.pool import Pool
 from fedprompt.core.roles import Roles
+from fedprompt.core.search_space import SearchSpace
 from fedprompt.errors import ConfigError, ContractError, broken
 from fedprompt.modules import heads
 from fedprompt.modules.contexts import Language, TextContext
@@ -258,6 +259,8 @@ class Method:
 
     symbols: ClassVar[Mapping[str, str]] = {}
     """What the paper calls a setting, for those who write it so: symbol -> setting."""
+    search_space: ClassVar[SearchSpace] = {}
+    """What `fedprompt tune` tries beside the learning rates: `method.SETTING` (of a variant, `variant.SETTING`) -> range."""
 
     @property
     def uses_text(self) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fedprompt.config import TunedConfig
 from fedprompt.io.safe_text import safe_cell, safe_line
 from fedprompt.runs.families import BUDGET, TASK, Family, Labelled, Settings, disagreements, families, section
 from fedprompt.runs.novel_figures import stored_figures
@@ -54,6 +55,8 @@ class Row(Labelled):
     """Refused updates of all its runs together, by rule."""
     epsilon: float | None = None
     """The largest epsilon that one of its runs has spent; None without privacy."""
+    tuned: TunedConfig | None = None
+    """How its settings were found, if by `fedprompt tune`."""
     images: str = "test"
     """Which images its accuracies are of: those of the test, test images read once, or validation images."""
 
@@ -151,6 +154,7 @@ def row_of(family: Family) -> Row:
         of=family.of,
         ended=family.ended,
         images=_images(family),
+        tuned=family.runs[0].config.tuned,
         values={column.key: spread(values[column.key] for values in each) for column in (*COLUMNS, *NOVEL_COLUMNS)},
         settings=family.settings,
         repeated=family.repeated,
@@ -171,6 +175,20 @@ def _images(family: Family) -> str:
         else "the last round; rounds had"
     )
     return f"once, with {chosen} validation images"
+
+
+def given(tuned: TunedConfig) -> str:
+    """What a method was given to find its settings."""
+    ended = f"{tuned.pruned} ended early" + (f", {tuned.diverged} diverged" if tuned.diverged else "")
+    cost = f"{tuned.rounds} rounds, {tuned.image_passes} image passes, {tuned.seconds:.0f} s"
+    return f"{tuned.trials} trials ({ended}), {cost}"
+
+
+def unequal(each: Sequence[TunedConfig]) -> list[str]:
+    """In what the tuning of some rows differs."""
+    fields = {"trials": "trials", "rounds": "rounds", "image_passes": "image passes", "objective": "objective"}
+    found = {name: sorted({getattr(tuned, field) for tuned in each}) for field, name in fields.items()}
+    return [f"{name} {' and '.join(map(str, values))}" for name, values in found.items() if len(values) > 1]
 
 
 def figures(run: Run) -> dict[str, float | None]:
@@ -215,6 +233,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     ]
     validation = [row.title for row in rows if row.images == "validation"]
     once = [f"{row.title}: {row.images}" for row in rows if row.images not in ("test", "validation")]
+    tuned = [f"{row.title}: {given(row.tuned)}" for row in rows if row.tuned is not None]
+    untuned = [row.title for row in rows if row.tuned is None] if tuned else []
     private = [f"{row.title}: {row.epsilon:.3g}" for row in rows if row.epsilon is not None]
     lines = [
         ("Not comparable, these settings differ", task),
@@ -224,6 +244,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Some clients are malicious, and only the others are evaluated", attacked),
         ("Accuracies of validation images, not of test images", validation),
         ("Test images were read", once),
+        ("Settings tuned on validation images", tuned),
+        ("Settings not tuned", untuned),
+        ("Not tuned equally", unequal([row.tuned for row in rows if row.tuned is not None])),
         ("Updates refused by the guard", refused),
         ("Differential privacy, epsilon spent", private),
         ("Unfinished", early),
@@ -313,6 +336,7 @@ def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "rounds": row.rounds,
             "of": row.of,
             "finished": row.finished,
+            **({"tuned": row.tuned.model_dump(mode="json")} if row.tuned is not None else {}),
             **{column.key: _plain(row.values.get(column.key)) for column in columns(rows)},
         }
         for row in rows
