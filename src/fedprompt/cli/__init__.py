@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedprompt import __version__
-from fedprompt.cli import federate, info, models, reproduce, results, site_node, train
+from fedprompt.cli import federate, info, models, reproduce, results, site_node, train, tune
 from fedprompt.errors import FedpromptError
 from fedprompt.io.safe_text import safe_line, safe_text
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(train.run)
 app.add_typer(train.protocol, name="protocol")
+app.command()(tune.tune)
 app.command()(reproduce.reproduce)
 app.command()(results.compare)
 app.command()(results.report)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, create_model
 
 from fedprompt.config import PRIVACY_PRESETS, Config, Section
-from fedprompt.config.config_files import CASES, PUBLISHED
+from fedprompt.config.config_files import CASES, PUBLISHED, TUNE, TUNED_SECTIONS
 from fedprompt.config.registries import ENGINES
 from fedprompt.core.registry import describe
 from fedprompt.papers.published_numbers import DOMAINS, FIGURES, NUMBER
@@ -62,6 +62,7 @@ def config_schema(methods: Mapping[str, type[Method]], variants: Mapping[str, ty
                     **reference("sweep"),
                 },
                 "scales": scales_schema(sections, definitions),
+                TUNE: tune_schema(settings),
                 PUBLISHED: published_schema(),
             },
             "$defs": definitions,
@@ -181,6 +182,30 @@ def relaxed(schema: Schema, definitions: Mapping[str, Schema]) -> Schema:
     if "required" not in definitions.get(home, {}):
         return schema
     return {key: value for key, value in definitions[home].items() if key != "required"}
+
+
+def tune_schema(settings: Schema) -> Schema:
+    """What `fedprompt tune` tries: settings with lists of values or ranges; null leaves one out."""
+    number = {"type": "number"}
+    interval = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["low", "high"],
+        "properties": {"low": number, "high": number, "log": {"type": "boolean", "default": True}},
+    }
+
+    def entry(items: Schema) -> Schema:
+        return any_of({"type": "array", "minItems": 1, "items": items}, interval, NULL)
+
+    names = [key for key in settings["properties"] if key.split(".")[0] in TUNED_SECTIONS]
+    patterns = {key: each for key, each in settings["patternProperties"].items() if key.startswith("^train")}
+    return {
+        "description": "What `fedprompt tune` tries: settings, each with a list of values, a range, or null for nothing.",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {key: entry(reference(f"setting/properties/{key}")) for key in names},
+        "patternProperties": {key: entry(each) for key, each in patterns.items()},
+    }
 
 
 def published_schema() -> Schema:

@@ -20,6 +20,7 @@ OPTIONAL = {
     "cryptography": "secure",
     "dp-accounting": "dp",
     "faiss-cpu": "index",
+    "optuna": "tune",
 }  # and their extras
 DATA_SET = "digits"
 

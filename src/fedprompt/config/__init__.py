@@ -19,6 +19,7 @@ from fedprompt.config.settings import (
     OutputConfig,
     PartitionConfig,
     TrainConfig,
+    TunedConfig,
     parse,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     "PrivacyConfig",
     "Section",
     "TrainConfig",
+    "TunedConfig",
     "complaints",
     "difference",
     "parse",

@@ -24,6 +24,14 @@ from fedprompt.io.bounded_read import read_text
 
 SCALE = "scale="  # the override that chooses an overlay
 PUBLISHED = "published"  # numbers of a paper: for `fedprompt reproduce`, not part of an experiment
+TUNE = "tune"  # what `fedprompt tune` tries: not part of an experiment
+TUNED_SECTIONS = (
+    "train",
+    "method",
+    "variant",
+    "aggregation",
+    "privacy",
+)  # others decide on the task or the measurement
 CASES = "cases"  # the axis of a sweep whose choices set several settings each
 MOST_RUNS = 10_000  # of one sweep
 MOST_TEXT = 64 * 2**20  # bytes of settings, written out for every run of a sweep
@@ -68,7 +76,8 @@ def at_scale(values: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
     swept any more. The name tells the scale.
     """
     base = dict(values)
-    base.pop(PUBLISHED, None)
+    for section in (PUBLISHED, TUNE):
+        base.pop(section, None)
     scales = base.pop("scales", None) or {}
     if not isinstance(scales, dict) or not all(isinstance(overlay, dict) for overlay in scales.values()):
         raise ConfigError(broken("scales", "map names to sections of settings", scales))

@@ -282,8 +282,43 @@ class EngineConfig(Extensible):
     """Settings of a `kind` that is not of this package."""
 
 
-class Config(Section):
+class TunedConfig(Section):
+    """How the settings of a config were found. `fedprompt tune` writes it; it changes no result and is left out of the hash."""
+
+    study: str
+    """Name of the study."""
+    trials: NotNegative
+    """Trials the method was given."""
+    pruned: NotNegative = 0
+    """Trials among them that ended early because others were better."""
+    diverged: NotNegative = 0
+    """Trials among them that ended early because training diverged."""
+    rounds: NotNegative
+    """Rounds that all trials trained together."""
+    seconds: Rate
+    """Time that all trials took together."""
+    image_passes: NotNegative
+    """Training images that went through the model in all trials together, each as often as it did."""
+    seed: NotNegative
+    """Seed of the search."""
+    objective: str
+    """What was compared."""
+    value: float
+    """The objective of the chosen trial."""
+    validation: float
+    """`data.validation` of the trials."""
+    data: str
+    """Fingerprint of the images."""
+    fedprompt: str
+    """Version that ran the trials."""
+    chosen: dict[str, Any]
+    """The settings that were tried, with the values that were chosen."""
+
+
+class Config(Grown):
     """A whole experiment."""
+
+    later: ClassVar[tuple[str, ...]] = ("tuned",)
 
     name: Name = "run"
     """First part of the names of runs. The name of the file when absent."""
@@ -315,6 +350,8 @@ class Config(Section):
     """How the work is done: settings, or only the `kind`."""
     output: OutputConfig = OutputConfig()
     """Where runs are written."""
+    tuned: TunedConfig | None = None
+    """How `fedprompt tune` found these settings. Reports say it. None when absent."""
 
     @field_validator("method", "variant", mode="before")
     @classmethod
@@ -373,7 +410,7 @@ class Config(Section):
         return Path(self.output.directory) / self.run_name
 
 
-NO_RESULT = ("name", "engine", "output")  # what does not decide on the result
+NO_RESULT = ("name", "engine", "output", "tuned")  # what does not decide on the result
 
 
 def _digest(value: object) -> str:

@@ -43,6 +43,7 @@ from torch import Tensor
 from fedprompt.core.pool import Pool
 from fedprompt.core.recipe import Recipe
 from fedprompt.core.roles import Roles
+from fedprompt.core.search_space import SearchSpace
 from fedprompt.errors import ConfigError, ContractError, broken
 from fedprompt.modules import heads
 from fedprompt.modules.contexts import Language, TextContext
@@ -268,6 +269,8 @@ class Method:
     """Symbols of the paper that configs may use for settings: symbol -> setting."""
     retired: ClassVar[Mapping[str, str]] = {}
     """Settings of earlier versions, with what to do instead: setting -> end of a sentence that starts "must"."""
+    search_space: ClassVar[SearchSpace] = {}
+    """What `fedprompt tune` tries beside the learning rates: `method.SETTING` (of a variant, `variant.SETTING`) -> range."""
 
     @property
     def recipe(self) -> Recipe:

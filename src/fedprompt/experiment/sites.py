@@ -36,7 +36,7 @@ SECRET = "secret_seed"  # the fact of a private run that no site may learn: what
 NO_RUN = "0" * 32  # the number under which sites are met, before there is a run
 MOST_NAMES_BYTES = 2**25  # of a site's introduction, which is mostly names of classes
 ORPHANED = 30.0  # seconds in which the process of a killed server notices that it is alone
-HERE = {"engine", "output"}  # sections of a config that are the server's own business
+HERE = {"engine", "output", "tuned"}  # sections of a config that are the server's own business
 
 
 class SiteTransport(Transport, Protocol):

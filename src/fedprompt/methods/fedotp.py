@@ -16,7 +16,7 @@ iterations, and trains only the cohort.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedprompt.core.method import Batch, Seen, World
 from fedprompt.core.registry import register
+from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.methods.bases.with_local import WithLocalContext
 from fedprompt.methods.bases.with_text import precise
 from fedprompt.modules.optimal_transport import transport_plan
@@ -34,6 +35,8 @@ from fedprompt.tensors import Tensors
 @dataclass(frozen=True)
 class FedOTP(WithLocalContext):
     """A global and a local context that divide the patches of an image between them."""
+
+    search_space: ClassVar[SearchSpace] = {"method.epsilon": FloatRange(0.01, 1.0)}
 
     epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     """Weight of the plan's entropy; the smaller, the sharper."""

@@ -17,7 +17,7 @@ we take the latter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor
 from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Client, Prompts, Seen, World
 from fedprompt.core.registry import register
+from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_local import WithLocal
 from fedprompt.methods.bases.with_text import similarity
@@ -41,6 +42,11 @@ ANCHOR = "anchor"  # t0, the classes with plain words
 @dataclass(frozen=True)
 class FedPGP(WithLocal):
     """A global context and low-rank changes of it."""
+
+    search_space: ClassVar[SearchSpace] = {
+        "method.contrast_weight": FloatRange(0.01, 10.0),
+        "method.temperature": FloatRange(0.05, 5.0),
+    }
 
     rank: Annotated[int, Field(ge=1)] = 8
     """r, rank of a client's change."""

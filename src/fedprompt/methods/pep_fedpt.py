@@ -42,7 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,7 @@ from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Client, Combine, Mixture, Prompts, Seen, Server, Stage, Upload, World, shares
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles, Statistic
+from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
 from fedprompt.modules.insertion import PromptStart, VisionPrompt
@@ -71,6 +72,8 @@ RAREST = 1e-3  # prior of a class without images, where its logarithm is added t
 @dataclass(frozen=True)
 class PEPFedPT(WithHead):
     """Shared prompts, and a per-image mixture of class prompts."""
+
+    search_space: ClassVar[SearchSpace] = {"method.temperature": FloatRange(0.01, 1.0)}
 
     head: Literal["shared", "shared_then_finetune"] = "shared"
     """Always shared; optionally tuned on a copy before an evaluation."""

@@ -34,6 +34,7 @@ from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Client, Prompts, Seen, World, probabilities
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
+from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
 from fedprompt.modules import semi_implicit, token_encoder
@@ -130,6 +131,8 @@ class PFedBayesPTD(WithHead):
 @dataclass(frozen=True)
 class PFedBayesPTG(PFedBayesPTD):
     """Instance prompts with a Gaussian posterior."""
+
+    search_space: ClassVar[SearchSpace] = {"method.kl_weight": FloatRange(1e-3, 10.0)}
 
     initial_std: Annotated[float, Field(gt=0)] = 0.05
     """Initial sigma; 1 would dominate the global prompt, whose tokens have norm 1."""

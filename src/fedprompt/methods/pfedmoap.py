@@ -45,6 +45,7 @@ from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Client, Combine, Mixture, Progress, Seen, Server, Stage, Upload, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
+from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_text import precise, similarity
 from fedprompt.methods.promptfl import PromptFL
@@ -63,6 +64,8 @@ SELECTION_SEED = "selection_seed"
 @dataclass(frozen=True)
 class PFedMoAP(PromptFL):
     """Contexts of the nearest clients as experts, mixed by a gate that never leaves its client."""
+
+    search_space: ClassVar[SearchSpace] = {"method.local_weight": FloatRange(0.0, 1.0, log=False)}
 
     symbols: ClassVar[Mapping[str, str]] = {"lambda": "local_weight"}
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -39,6 +39,7 @@ from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Client, Combine, Progress, Prompts, Server, Stage, Upload, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles, Statistic
+from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.modules.heads import NAMES
@@ -53,6 +54,8 @@ SENT = "sent."  # copies of the server's tensors on their way to a client that w
 @dataclass(frozen=True)
 class PFedPG(FedVPT):
     """Prompts generated for each client by an attention on the server."""
+
+    search_space: ClassVar[SearchSpace] = {"method.server_lr": FloatRange(1e-5, 0.1)}
 
     attention_heads: Annotated[int, Field(ge=1)] | None = None
     """Heads of the generator; null for the largest number up to 12 that fits."""

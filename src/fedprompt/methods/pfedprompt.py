@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -38,6 +38,7 @@ from torch import Tensor
 
 from fedprompt.core.method import Batch, Client, Mixture, Seen, World, cross_entropy
 from fedprompt.core.registry import register
+from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.methods.bases.with_text import precise
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.tensors import Tensors
@@ -53,6 +54,11 @@ SHARPNESSES = tuple(2.0**power for power in range(7))
 @dataclass(frozen=True)
 class PFedPrompt(PromptFL):
     """An averaged text context and a memory of the client's own images."""
+
+    search_space: ClassVar[SearchSpace] = {
+        "method.memory_weight": FloatRange(0.1, 100.0),
+        "method.sharpness": FloatRange(0.5, 50.0),
+    }
 
     memory_per_class: Annotated[int, Field(ge=1)] = 16
     """S, largest number of remembered images per class."""

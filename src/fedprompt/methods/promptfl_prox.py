@@ -11,13 +11,14 @@ is the baseline under its own name and with the mu of its papers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
 from fedprompt.core.method import Batch, Client, Seen, World
 from fedprompt.core.registry import register
+from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.variants.wrapper import squared_distance
 from fedprompt.tensors import Tensors, pick, prefixed, stripped
@@ -29,6 +30,8 @@ RECEIVED = "received."  # the shared tensors as they came down
 @dataclass(frozen=True)
 class PromptFLProx(PromptFL):
     """An averaged text context; local training stays near it."""
+
+    search_space: ClassVar[SearchSpace] = {"method.mu": FloatRange(1e-3, 10.0)}
 
     mu: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     """Weight of the proximal term."""

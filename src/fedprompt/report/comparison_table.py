@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fedprompt.config import TunedConfig
 from fedprompt.io.safe_text import safe_cell, safe_line
 from fedprompt.metrics.accuracy import final_title, mean_title
 from fedprompt.runs.families import BUDGET, TASK, Family, Labelled, Settings, disagreements, families, section
@@ -57,6 +58,8 @@ class Row(Labelled):
     """The largest epsilon that one of its runs has spent; None without privacy."""
     evaluations: int = 1
     """Number of last evaluated rounds that its figures are means of."""
+    tuned: TunedConfig | None = None
+    """How its settings were found, if by `fedprompt tune`."""
     images: str = "test"
     """Which images its accuracies are of: those of the test, test images read once, or validation images."""
 
@@ -188,6 +191,7 @@ def row_of(family: Family) -> Row:
         of=family.of,
         ended=family.ended,
         images=_images(family),
+        tuned=family.runs[0].config.tuned,
         values={column.key: spread(values[column.key] for values in each) for column in (*COLUMNS, *SOMETIMES)},
         settings=family.settings,
         repeated=family.repeated,
@@ -209,6 +213,20 @@ def _images(family: Family) -> str:
         else "the last round; rounds had"
     )
     return f"once, with {chosen} validation images"
+
+
+def given(tuned: TunedConfig) -> str:
+    """What a method was given to find its settings."""
+    ended = f"{tuned.pruned} ended early" + (f", {tuned.diverged} diverged" if tuned.diverged else "")
+    cost = f"{tuned.rounds} rounds, {tuned.image_passes} image passes, {tuned.seconds:.0f} s"
+    return f"{tuned.trials} trials ({ended}), {cost}"
+
+
+def unequal(each: Sequence[TunedConfig]) -> list[str]:
+    """In what the tuning of some rows differs."""
+    fields = {"trials": "trials", "rounds": "rounds", "image_passes": "image passes", "objective": "objective"}
+    found = {name: sorted({getattr(tuned, field) for tuned in each}) for field, name in fields.items()}
+    return [f"{name} {' and '.join(map(str, values))}" for name, values in found.items() if len(values) > 1]
 
 
 def figures(run: Run) -> dict[str, float | None]:
@@ -254,6 +272,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     ]
     validation = [row.title for row in rows if row.images == "validation"]
     once = [f"{row.title}: {row.images}" for row in rows if row.images not in ("test", "validation")]
+    tuned = [f"{row.title}: {given(row.tuned)}" for row in rows if row.tuned is not None]
+    untuned = [row.title for row in rows if row.tuned is None] if tuned else []
     private = [f"{row.title}: {row.epsilon:.3g}" for row in rows if row.epsilon is not None]
     lines = [
         ("Not comparable, these settings differ", task),
@@ -264,6 +284,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Some clients are malicious, and only the others are evaluated", attacked),
         ("Accuracies of validation images, not of test images", validation),
         ("Test images were read", once),
+        ("Settings tuned on validation images", tuned),
+        ("Settings not tuned", untuned),
+        ("Not tuned equally", unequal([row.tuned for row in rows if row.tuned is not None])),
         ("Updates refused by the guard", refused),
         ("Differential privacy, epsilon spent", private),
         ("Unfinished", early),
@@ -360,6 +383,7 @@ def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "rounds": row.rounds,
             "of": row.of,
             "finished": row.finished,
+            **({"tuned": row.tuned.model_dump(mode="json")} if row.tuned is not None else {}),
             **{column.key: _plain(row.values.get(column.key)) for column in all_columns(rows)},
         }
         for row in rows

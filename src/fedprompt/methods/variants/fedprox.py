@@ -14,6 +14,7 @@ from torch import Tensor
 from fedprompt.core.method import Batch, Client, Seen, World
 from fedprompt.core.registry import register_variant
 from fedprompt.core.roles import Roles
+from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.methods.variants.wrapper import Variant, require_shared, squared_distance
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, pick, prefixed, stripped
@@ -23,6 +24,8 @@ from fedprompt.tensors import Tensors, pick, prefixed, stripped
 @dataclass(frozen=True)
 class FedProx(Variant):
     """Stay close to the received tensors."""
+
+    search_space: ClassVar[SearchSpace] = {"variant.mu": FloatRange(1e-4, 1.0)}
 
     prefix: ClassVar[str] = "fedprox."
     mu: Annotated[float, Field(ge=0)] = 0.01

@@ -1,0 +1,1 @@
+"""Settings chosen on validation images: search spaces, studies, what each method was given, and their report."""
