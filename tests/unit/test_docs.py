@@ -73,10 +73,10 @@ def test_the_embedded_set_can_be_divided_as_the_small_scale_of_a_paper_says(path
 @pytest.mark.parametrize(
     ("name", "axis", "values", "runs"),
     [
-        ("table1", "domains_per_client", {1, 2, 3, 4, 5, 6}, 42),
-        ("table2", "classes_per_client", {5, 10, 15, 20, 50}, 35),
-        ("table3_domainnet", "domains_per_client", {1, 2}, 14),
-        ("table3_cifar100", "classes_per_client", {5, 10}, 14),
+        ("table1", "domains_per_client", {1, 2, 3, 4, 5, 6}, 48),
+        ("table2", "classes_per_client", {5, 10, 15, 20, 50}, 40),
+        ("table3_domainnet", "domains_per_client", {1, 2}, 16),
+        ("table3_cifar100", "classes_per_client", {5, 10}, 16),
         ("table4_domainnet", "domains_per_client", {6}, 3),
         ("table4_cifar100", "classes_per_client", {50}, 3),
         ("figure1_domainnet", "domains_per_client", {6}, 10),
@@ -87,12 +87,14 @@ def test_the_configs_of_pfedbayespt_hold_the_settings_of_the_paper(
     name: str, axis: str, values: set[int], runs: int
 ) -> None:
     made = config_files.load(ROOT / "configs/papers/pfedbayespt" / f"{name}.yaml")
-    assert len(made) == runs
+    assert len(made) == 3 * runs
+    assert {each.seed for each in made} == {0, 1, 2}
     assert {getattr(each.partition, axis) for each in made} == values
     for each in made:
         full = registry.completed(each)
         assert (full.train.epochs, full.train.lr, full.federation.rounds) == (5, 0.01, 100)
         assert (full.backbone.name, full.backbone.image_size) == ("google/vit-base-patch16-224-in21k", 224)
+        assert full.federation.evaluate_last == 10
         assert full.federation.held_out == (0.5 if name.startswith("table3") else 0)
         if full.partition.scheme == "domains":
             assert (full.partition.clients, full.federation.fraction, full.data.per_domain) == (6, 1.0, 1830)
@@ -105,6 +107,13 @@ def test_the_configs_of_pfedbayespt_hold_the_settings_of_the_paper(
             expected = {"instance_tokens": 1, "keep_probability": 0.9, "draws": 1, "extra_samples": 1}
             assert expected.items() <= full.method.items()
             assert full.method["predict_draws"] == 5 or name.startswith("figure1")
+        if full.method["name"].startswith("pfedbayespt"):
+            assert full.method["parametrisation"] == "literal"
+        if full.method["name"] == "sgpt" and full.partition.scheme == "domains":
+            assert full.method["shared_blocks"] == (0, 1, 2, 3, 4)
+            assert full.method["group_blocks"] == (5, 6)
+    if name.startswith(("table1", "table2", "table3")):
+        assert {each.method.get("depth") for each in made if each.method["name"] == "fedpr"} == {None, 1}
 
 
 @pytest.mark.parametrize("path", documents.PAGES, ids=documents.name)

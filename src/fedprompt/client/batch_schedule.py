@@ -46,6 +46,13 @@ def in_order(count: int, size: int) -> Plan:
     return _cut(torch.arange(count), size)
 
 
+def mixed_order(count: int, size: int) -> Plan:
+    """Every image once, in batches that each hold images from everywhere in the list."""
+    return _cut(
+        torch.cat([torch.arange(count)[start :: -(-count // size)] for start in range(-(-count // size))]), size
+    )
+
+
 def _cut(positions: Tensor, size: int) -> Plan:
     """Batches of that size; a short last one is filled up with copies of its first image."""
     count = len(positions)

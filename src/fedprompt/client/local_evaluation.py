@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.client.advance import Advance, Listener
-from fedprompt.client.batch_schedule import in_order, timetable
+from fedprompt.client.batch_schedule import Plan, in_order, mixed_order, timetable
 from fedprompt.client.batch_sizing import Demand, Demands, Noise, alike
 from fedprompt.client.batched_clients import Folded, Together, forward_together, predictions_together, seen_by
 from fedprompt.client.step import forward, make_batch
@@ -100,7 +100,9 @@ class Testing:
     def _alone(self, client: int, demand: Demand, params: Tensors, images: Images, round: int) -> Predicted:
         draws, numbers = [], Means()
         generator = stream(self.config.seed, round, client, "evaluation")
-        for positions in torch.arange(len(images)).split(self.config.federation.evaluation_batch):
+        rows, sizes = self._plan(len(images))
+        for row, size in zip(rows, sizes, strict=True):
+            positions = row[:size]
             loaded, everything = images.load(positions, demand.features), torch.arange(len(positions))
             batch = make_batch(self.method, loaded, everything, training=False)
             noise = self.noise(self.method, len(positions), False, generator)
@@ -108,7 +110,7 @@ class Testing:
             draws.append(self.method.predict(self.world, params, seen, batch, noise))
             numbers.add(self.method.diagnostics(self.world, params, seen, batch), len(positions))
             self._advance.add(1)
-        return torch.cat(draws, dim=1), numbers.values()
+        return self._restored(torch.cat(draws, dim=1)), numbers.values()
 
     def _together(
         self,
@@ -118,11 +120,11 @@ class Testing:
         images: Mapping[int, Images],
         round: int,
     ) -> dict[int, Predicted]:
-        method, size = self.method, self.config.federation.evaluation_batch
+        method = self.method
         together = Together.of([params[client] for client in clients])
         draws = [stream(self.config.seed, round, client, "evaluation") for client in clients]
         own = [images[client] for client in clients]
-        table = timetable(own, [in_order(len(each), size) for each in own])
+        table = timetable(own, [self._plan(len(each)) for each in own])
         parts: dict[int, list[Tensor]] = {client: [] for client in clients}
         numbers = {client: Means() for client in clients}
         for step in range(table.steps):
@@ -138,4 +140,19 @@ class Testing:
                 told = method.diagnostics(self.world, working.of_client(place), seen_by(seen, place), batch)
                 numbers[client].add(told, each)
             self._advance.add(len(sizes))
-        return {client: (torch.cat(parts[client], dim=1), numbers[client].values()) for client in clients}
+        return {
+            client: (self._restored(torch.cat(parts[client], dim=1)), numbers[client].values()) for client in clients
+        }
+
+    def _plan(self, count: int) -> Plan:
+        """The batches of that many images."""
+        plan = mixed_order if self.method.mixed_batches else in_order
+        return plan(count, self.config.federation.evaluation_batch)
+
+    def _restored(self, probabilities: Tensor) -> Tensor:
+        """Probabilities (V, images, C) of images as they were batched, in the order of the images."""
+        if not self.method.mixed_batches:
+            return probabilities
+        rows, sizes = self._plan(probabilities.shape[1])
+        order = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+        return probabilities[:, order.argsort().to(probabilities.device)]

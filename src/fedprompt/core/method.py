@@ -309,6 +309,13 @@ class Method:
         return True
 
     @property
+    def mixed_batches(self) -> bool:
+        """Whether every batch of an evaluation has to be a fair sample of the client's images, which lie in the source's order
+        otherwise. For diagnostics that compare the images of a batch with each other.
+        """
+        return False
+
+    @property
     def reads(self) -> tuple[str, ...]:
         """What `logits` reads of the prompted backbone: "cls", "patches", "prompts"; of a dual encoder also "image",
         "image_raw", "image_patches".

@@ -15,14 +15,36 @@ encoder, and the head if it is shared.
 
 The paper names neither a prior nor a weight for it. Here the prior is N(m0, s0^2) and its weight beta counts per latent
 dimension, so that `kl_weight: 1` is the mean over dimensions; `kl_unit: total` gives the literal sum, which dominates
-the likelihood.
+the likelihood. The paper's Algorithm 1 (line 19) averages the head with the rest, `head: shared` here; the default is
+`local`, as its tables suggest (docs/discussion.md).
+
+**Parametrisation.** A block normalises its input rows, so the length of a token is lost and what counts for learning is
+gradient over length. In the paper's form (`parametrisation: literal`) that is smaller for the encoder than for global
+tokens, by a factor of ten for its row weights and of a thousand for gain and shift (DINOv2-S, PACS): at equal rates
+instance prompts do nothing, and at 17 times the rate four prompted blocks went to NaN in half of the runs. So by default
+(`normalised`), with |p| the length of the block's global tokens at their start, d channels and T rows,
+
+    h_i = W_i LayerNorm(masked f_i)        gain 1 + c g_i, shift c b_i, W_i = k w_i;   c = sqrt(d) / |p|,  k = 10 / (|p| sqrt(T))
+    mu_i = h_i / rms(h_i)                  token = rms(f_i) (mu_i + sigma_i eps)
+
+What is trained is g, b and w, so that a step of the same rate turns an instance token about as far as a global one (a
+test measures it). mu has root mean square 1 whatever happens to W, which keeps training finite, fits a prior N(0, 1) and
+makes sigma relative; the log-variance network reads the rows without gain and shift. W starts as the mean of all rows:
+images differ in it (their mean rows have a cosine of 0.77 on DINOv2-S, their CLS rows one of 0.97), masks change it, and
+it is no copy of CLS. The bias of the paper's mean network is the same for all channels, so the block's LayerNorm removes
+it; there is none here. The scale rms(f_i) is that of the block's own tokens; it matters only to tokens that are carried
+on to a block without own ones, and is not learned.
+
+**Bounds.** In the literal form mu and log sigma are sums over rows and their gradients sums over channels: with
+`kl_unit: total` one step moved log sigma^2 by hundreds, and its exponential was infinite. Now |mu| <= 1000 and sigma
+lies in 1e-6..100 wherever they are used; gradients pass as if uncut, so a value outside comes back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -38,13 +60,23 @@ from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
 from fedprompt.modules import semi_implicit, token_encoder
-from fedprompt.modules.insertion import PromptStart, VisionPrompt
+from fedprompt.modules.insertion import PromptStart, VisionPrompt, vpt_bound
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, prefixed, stripped
 
 NORM = "encoder."
 MEAN = "encoder.mean."
 LOGVAR = "encoder.logvar."
+ROWS = 10  # makes gradient over length of the row weights that of a global token; measured on DINOv2-S, blocks 8 to 11
+MOVING = {
+    "prompt": "prompt",
+    "encoder.mean.out.weight": "encoder.rows",
+    "encoder.norm.weight": "encoder.gain",
+    "encoder.norm.bias": "encoder.shift",
+}
+CONTROLS = ("accuracy", "accuracy_mean_prompt", "accuracy_other_prompt")  # with `diagnose`, in the order of draws
+LARGEST_MEAN = 1e3
+LEAST_STD, LARGEST_STD = 1e-6, 1e2
 
 
 @register("pfedbayespt_d")
@@ -64,12 +96,16 @@ class PFedBayesPTD(WithHead):
     """v, tokens of the instance prompt per block."""
     instance_depth: Annotated[int, Field(ge=1)] | None = None
     """Blocks with an instance prompt, from the first; null for all."""
-    encoder_hidden: Annotated[int, Field(ge=0)] = 64
-    """Hidden units of the encoder's networks; 0 makes them linear."""
-    mean_init: token_encoder.MeanStart = "default"
+    parametrisation: Literal["normalised", "literal"] = "normalised"
+    """Instance tokens of a fixed length that learn as fast as global ones, or the paper's form."""
+    encoder_hidden: Annotated[int, Field(ge=0)] = 0
+    """Hidden units of the encoder's networks (`literal` only); 0 makes them linear."""
+    mean_init: token_encoder.MeanStart = "mean"
     """Initial output of a linear mean network: random, the CLS row, or the mean of all rows."""
     mean_scale: Annotated[float, Field(gt=0)] = 1.0
-    """Factor on the rows that mean_init `cls` and `mean` start with."""
+    """Factor on the rows that mean_init `cls` and `mean` start with (`literal` only)."""
+    diagnose: bool = False
+    """In evaluations, also test with instance prompts of other images and with their mean. Three times the work."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -82,6 +118,10 @@ class PFedBayesPTD(WithHead):
     def check(self, world: World, train: TrainConfig) -> None:
         world.check_depth("method.depth", self.depth)
         world.check_depth("method.instance_depth", self.instance_depth)
+        if self.encoder_hidden and self.parametrisation == "normalised":
+            raise ConfigError(
+                broken("method.encoder_hidden", "be 0 unless method.parametrisation is literal", self.encoder_hidden)
+            )
         if self.mean_init != "default" and self.encoder_hidden:
             raise ConfigError(
                 broken("method.mean_init", "be default unless method.encoder_hidden is 0", self.mean_init)
@@ -89,16 +129,33 @@ class PFedBayesPTD(WithHead):
 
     def init(self, world: World, generator: Stream) -> Roles:
         depth = self.depth or world.blocks
-        shared = {
-            "prompt": world.initial_prompt(self.prompt_init, range(depth), self.prompt_tokens, generator),
-            **self.initial_encoder(world, generator),
-        }
-        return self.with_head(world, Roles(shared=world.placed(shared)))
+        prompt = world.initial_prompt(self.prompt_init, range(depth), self.prompt_tokens, generator)
+        encoder = self.initial_encoder(replace(world, roles=Roles(shared={"prompt": prompt})), generator)
+        return self.with_head(world, Roles(shared=world.placed({"prompt": prompt, **encoder})))
 
     def initial_encoder(self, world: World, generator: Stream) -> Tensors:
-        mean = token_encoder.linear_from(self.mean_init, self._network(world, generator), self.mean_scale)
+        literal = self.parametrisation == "literal"
+        mean = token_encoder.linear_from(
+            self.mean_init, self._network(world, generator), self.mean_scale if literal else 1.0
+        )
         norm = token_encoder.initial_norm(self.instance_depth or world.blocks, world.width)
+        if not literal:
+            norm = {name: torch.zeros_like(tensor) for name, tensor in norm.items()}
+            mean = {"out.weight": mean["out.weight"] / self._factors(world)[1].cpu()}
         return {**prefixed(NORM, norm), **prefixed(MEAN, mean)}
+
+    def _factors(self, world: World) -> tuple[Tensor, Tensor]:
+        """c and k of the module's docstring for every block with an instance prompt, (L, 1, 1)."""
+        blocks, usual = (
+            self.instance_depth or world.blocks,
+            vpt_bound(world.patch, world.width) * math.sqrt(world.width / 3),
+        )
+        start = world.roles.shared.get("prompt", torch.empty(0, 0, world.width))
+        found = [float(tokens.norm(dim=-1).mean()) if len(tokens) else 0.0 for tokens in start.float()[:blocks]]
+        lengths = [length or usual for length in found] or [usual]
+        lengths += lengths[-1:] * (blocks - len(lengths))
+        length = torch.tensor(lengths, dtype=world.dtype, device=world.device)[:, None, None]
+        return math.sqrt(world.width) / length, ROWS / (length * math.sqrt(world.tokens))
 
     def _network(self, world: World, generator: Stream) -> Tensors:
         blocks = self.instance_depth or world.blocks
@@ -110,21 +167,59 @@ class PFedBayesPTD(WithHead):
         return features.new_ones(1, *features.shape[:-1])
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-        networks = [stripped(MEAN, params)]
-        (mean,) = self.encode(world, params, networks, batch, noise)
-        return self.inserted(params, mean, {})
+        (mean,) = self.encode(world, params, batch, noise)
+        return self.inserted(params, mean, batch, {})
 
     def encode(
-        self, world: World, params: Tensors, networks: list[Tensors], batch: Batch, noise: Tensors
+        self, world: World, params: Tensors, batch: Batch, noise: Tensors, more: tuple[Tensors, ...] = ()
     ) -> list[Tensor]:
-        masks = self.masks(world, batch, noise)
-        return token_encoder.encode(stripped(NORM, params), networks, batch.features[self._features], masks)
+        """Mean (K, B, L, v, d) of the instance prompts under K masks, and the outputs of further networks."""
+        masks, features = self.masks(world, batch, noise), batch.features[self._features]
+        norm, network = stripped(NORM, params), stripped(MEAN, params)
+        if self.parametrisation == "literal":
+            mean, *others = token_encoder.encode(norm, [network, *more], features, masks)
+            return [token_encoder.within(mean, -LARGEST_MEAN, LARGEST_MEAN), *others]
+        channels, rows = self._factors(world)
+        weight = rows * network["out.weight"]
+        network = {"out.weight": weight, "out.bias": torch.zeros_like(weight[..., 0])}
+        plain = {"norm.weight": torch.ones_like(norm["norm.weight"]), "norm.bias": torch.zeros_like(norm["norm.bias"])}
+        mixed, *others = token_encoder.encode(plain, [network, *more], features, masks)
+        gain, shift = (channels * norm[name].unsqueeze(-2) for name in ("norm.weight", "norm.bias"))
+        return [token_encoder.unit_length((1 + gain) * mixed + weight.sum(-1, keepdim=True) * shift), *others]
 
-    def inserted(self, params: Tensors, instance: Tensor, extra: Tensors) -> Prompts:
+    def inserted(self, params: Tensors, instance: Tensor, batch: Batch, extra: Tensors) -> Prompts:
         """The global prompt and instance prompts (draws, B, L, v, d), side by side."""
+        if self.parametrisation == "normalised":
+            features = batch.features[self._features]
+            instance = instance * features.square().mean((-2, -1))[..., None, None].sqrt()
+        if self.diagnose and not batch.training:
+            other = instance.roll(instance.shape[1] // 2, dims=1)
+            instance = torch.cat([instance, instance.mean(1, keepdim=True).expand_as(instance), other])
         everyones = VisionPrompt(params["prompt"], tuple(range(len(params["prompt"]))))
         own = VisionPrompt(instance.flatten(0, 1), tuple(range(instance.shape[2])))
         return Prompts(vision=(everyones, own), repeat=len(instance), extra=extra)
+
+    def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        found = probabilities(self.logits(world, params, seen, batch, noise))
+        by_draw: Tensor = found.unflatten(0, (-1, len(batch.labels)))
+        return by_draw[: len(by_draw) // len(CONTROLS)] if self.diagnose else by_draw
+
+    @property
+    def mixed_batches(self) -> bool:
+        return self.diagnose
+
+    def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
+        """How far prompt and encoder have moved; with `diagnose`, the accuracy with instance prompts as they are, with
+        their mean over a batch and with those of other images, and what `prompts` has found out of the posterior.
+        """
+        found = {f"{short}.moved": moved(world, params, name) for name, short in MOVING.items() if name in params}
+        if not self.diagnose:
+            return found
+        logits = self.logits(world, params, seen, batch, {})
+        by_control = probabilities(logits).unflatten(0, (len(CONTROLS), -1, len(batch.labels))).mean(1)
+        right = (by_control.argmax(-1) == batch.labels).to(logits.dtype)
+        accuracies = {f"instance.{name}": each for name, each in zip(CONTROLS, right, strict=True)}
+        return {**found, **accuracies, **{f"posterior.{name}": each for name, each in seen.extra.items()}}
 
 
 @register("pfedbayespt_g")
@@ -140,12 +235,14 @@ class PFedBayesPTG(PFedBayesPTD):
     """S0, standard deviation of the prior."""
     prior_mean: Literal["zero", "cls"] = "zero"
     """M0: zero, or mean_scale times the normalised CLS row of the block's input."""
-    kl_weight: Annotated[float, Field(ge=0)] = 1.0
+    kl_weight: Annotated[float, Field(ge=0)] = 0.01
     """Weight of prior against posterior, in kl_unit."""
     kl_unit: Literal["dimension", "total"] = "dimension"
     """Beta = kl_weight / (L v d), or kl_weight itself."""
     kl_warmup: Annotated[int, Field(ge=0)] = 0
     """Rounds over which the weight grows linearly to its value."""
+    predict_with_noise: bool = False
+    """Predict with mu + sigma eps, as in training, instead of mu."""
 
     def initial_encoder(self, world: World, generator: Stream) -> Tensors:
         with_mean = super().initial_encoder(world, generator)  # drawn first: all variants start from the same mean
@@ -158,7 +255,7 @@ class PFedBayesPTG(PFedBayesPTD):
         return {**super().begin(world, client, received, local), "kl_scale": scale}
 
     def noise(self, world: World, size: int, training: bool, generator: Stream) -> Tensors:
-        return self._epsilon(world, 1, size, generator) if training else {}
+        return self._epsilon(world, 1, size, generator) if training or self.predict_with_noise else {}
 
     def _epsilon(self, world: World, draws: int, size: int, generator: Stream) -> Tensors:
         blocks = self.instance_depth or world.blocks
@@ -166,13 +263,23 @@ class PFedBayesPTG(PFedBayesPTD):
         return {"epsilon": generator.normal(*shape).to(world.dtype)}
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-        if "epsilon" not in noise:
+        asked = self.diagnose and not batch.training
+        if "epsilon" not in noise and not asked:
             return super().prompts(world, params, batch, noise)
-        networks = [stripped(MEAN, params), stripped(LOGVAR, params)]
-        mean, logvar = self.encode(world, params, networks, batch, noise)
-        drawn = len(noise["epsilon"])
-        instance = mean[:drawn] + (0.5 * logvar[:drawn]).exp() * noise["epsilon"]
-        return self.inserted(params, instance, {"mean": mean, "logvar": logvar})
+        mean, logvar = self.encode(world, params, batch, noise, (stripped(LOGVAR, params),))
+        logvar = token_encoder.within(logvar, 2 * math.log(LEAST_STD), 2 * math.log(LARGEST_STD))
+        instance = mean
+        if "epsilon" in noise:
+            drawn = len(noise["epsilon"])
+            instance = mean[:drawn] + (0.5 * logvar[:drawn]).exp() * noise["epsilon"]
+        extra = self.posterior(batch, mean, logvar, noise) if asked else {"mean": mean, "logvar": logvar}
+        return self.inserted(params, instance, batch, extra)
+
+    def posterior(self, batch: Batch, mean: Tensor, logvar: Tensor, noise: Tensors) -> Tensors:
+        """By image (B,): the divergence from the prior per dimension, and sigma."""
+        divergence = semi_implicit.gaussian_divergence(mean, logvar, self.prior_centre(batch), self.prior_scale)
+        per_dimension = divergence.mean(0) / mean[0, 0].numel()
+        return {"kl": per_dimension, "std": (0.5 * logvar).exp().mean((0, 2, 3, 4))}
 
     def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         plain = super().loss(world, params, logits, seen, batch, noise)
@@ -214,7 +321,19 @@ class PFedBayesPT(PFedBayesPTG):
         count = self.draws + self.extra_samples if training else self.predict_draws
         shape = (count, size, blocks, world.tokens)
         masks = token_encoder.draw_masks(shape, self.keep_probability, generator).to(world.dtype)
-        return {"masks": masks, **(self._epsilon(world, self.draws, size, generator) if training else {})}
+        if training:
+            return {"masks": masks, **self._epsilon(world, self.draws, size, generator)}
+        drawn = self._epsilon(world, self.predict_draws, size, generator) if self.predict_with_noise else {}
+        probe = self._epsilon(world, 1, size, generator) if self.diagnose else {}
+        return {"masks": masks, **drawn, **prefixed("probe.", probe)}
+
+    def posterior(self, batch: Batch, mean: Tensor, logvar: Tensor, noise: Tensors) -> Tensors:
+        """The same, and A_S, what the mixture of all masks adds to the bound: log q - log Omega, between 0 and log V."""
+        others = semi_implicit.others_minus_posterior(
+            noise["probe.epsilon"], mean[:1], logvar[:1], mean[1:], logvar[1:]
+        )
+        gain = -semi_implicit.mixture_minus_posterior(others, layerwise=self.omega == "layerwise").squeeze(0)
+        return {**super().posterior(batch, mean, logvar, noise), "a_s": gain}
 
     def masks(self, world: World, batch: Batch, noise: Tensors) -> Tensor:
         return noise["masks"]
@@ -233,7 +352,10 @@ class PFedBayesPT(PFedBayesPTG):
         bound = semi_implicit.surrogate_bound(likelihood, prior - mixture, self.beta(params, mean))
         return -batch.mean(bound)
 
-    def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
-        logits = self.logits(world, params, seen, batch, noise)
-        by_draw: Tensor = probabilities(logits).unflatten(0, (self.predict_draws, -1))
-        return by_draw
+
+def moved(world: World, params: Tensors, name: str) -> Tensor:
+    """How far a tensor is from its start, as a share of the start's length; of the length of ones where it starts at 0."""
+    start = world.roles.shared.get(name, params[name])
+    length = start.norm()
+    distance: Tensor = (params[name] - start).norm()
+    return distance / torch.where(length > 0, length, math.sqrt(start.numel()))

@@ -42,14 +42,19 @@ def initial_network(blocks: int, tokens: int, hidden: int, out: int, generator: 
 
 
 def linear_from(start: MeanStart, network: Tensors, scale: float) -> Tensors:
-    """A linear network whose output is the normalised CLS row or the mean of all rows; "default" is random."""
+    """A linear network whose output is the normalised CLS row or the mean of all rows; "default" is random.
+
+    Of several tokens that start from the mean, each starts from other rows: equal ones would stay equal.
+    """
     if start == "default":
         return network
     weight = torch.zeros_like(network["out.weight"])
     if start == "cls":
         weight[..., 0] = scale
     else:
-        weight[...] = scale / weight.shape[-1]
+        for token in range(weight.shape[-2]):
+            rows = range(token, weight.shape[-1], weight.shape[-2])
+            weight[..., token, rows] = scale / len(rows)
     return {"out.weight": weight, "out.bias": torch.zeros_like(network["out.bias"])}
 
 
@@ -72,6 +77,16 @@ def draw_masks(shape: Sequence[int], keep: float, generator: Stream) -> Tensor:
 def normalised(features: Tensor) -> Tensor:
     """Rows with mean 0 and variance 1, before any scale and shift is learned."""
     return F.layer_norm(features, features.shape[-1:], eps=NORM_EPSILON)
+
+
+def unit_length(tokens: Tensor) -> Tensor:
+    """Tokens of root mean square 1, or smaller ones where there is next to nothing to scale."""
+    return tokens / (tokens.square().mean(-1, keepdim=True) + NORM_EPSILON).sqrt()
+
+
+def within(values: Tensor, least: float, most: float) -> Tensor:
+    """The values cut to a range, with the gradient of uncut ones: a value outside can come back."""
+    return values + (values.clamp(least, most) - values).detach()
 
 
 def encode(norm: Tensors, networks: Sequence[Tensors], features: Tensor, masks: Tensor) -> list[Tensor]:

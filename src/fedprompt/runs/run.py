@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from fedprompt.data.partition.manifest import Manifest
 
 
+# settings that a method got later, with the value under which it does what it did before: run files hold all settings
+LATER = {name: {"parametrisation": "literal"} for name in ("pfedbayespt", "pfedbayespt_g", "pfedbayespt_d")}
+
+
+def as_it_was(config: Any) -> Any:
+    """The stored config of a run, also of one that was made before its method had all of today's settings."""
+    method = config.get("method") if isinstance(config, dict) else None
+    if not isinstance(method, dict) or str(method.get("name")) not in LATER:
+        return config
+    return {**config, "method": {**LATER[str(method["name"])], **method}}
+
+
 class Run:
     """Read access to one run directory."""
 
@@ -32,7 +44,7 @@ class Run:
     @cached_property
     def config(self) -> Config:
         try:
-            return configuration.parse(self._fact("config"), check_names=False)
+            return configuration.parse(as_it_was(self._fact("config")), check_names=False)
         except ConfigError as error:
             raise RunError(f"run: {str(self.directory)!r} has a config that cannot be read: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,13 @@ from support import experiment, local_tensors, run, seeded, shared_tensors
 from torch import Tensor
 
 from fedprompt.backbones.random_weights import random_vit
+from fedprompt.config import parse
+from fedprompt.core import registry
 from fedprompt.core.method import Batch, Client, Method, Seen, World
 from fedprompt.errors import ConfigError
 from fedprompt.methods.fedvpt import FedVPTDeep
 from fedprompt.methods.pfedbayespt import PFedBayesPT, PFedBayesPTD, PFedBayesPTG
+from fedprompt.runs.run import as_it_was
 from fedprompt.tensors import Tensors
 
 WORLD = World(768, 12, 197, 16, tuple(map(str, range(10))), ("a", "b"))
@@ -72,7 +76,9 @@ def predicted(method: Method, world: World, params: Tensors, noise: Tensors | No
 
 @pytest.mark.parametrize(("hidden", "count"), [(0, 23_184), (64, 324_120)])
 def test_encoder_parameters_for_vit_b16(hidden: int, count: int) -> None:
-    roles = PFedBayesPT(encoder_hidden=hidden).init(WORLD, seeded())
+    start = {"mean_init": "default"} if hidden else {}
+    method = PFedBayesPT(parametrisation="literal", encoder_hidden=hidden, **start)  # type: ignore[arg-type]
+    roles = method.init(WORLD, seeded())
     assert sum(tensor.numel() for name, tensor in roles.shared.items() if name.startswith("encoder.")) == count
     assert roles.shared["prompt"].shape == (12, 10, 768)
 
@@ -192,7 +198,7 @@ def test_the_literal_unit_multiplies_by_the_number_of_dimensions() -> None:
 
 def test_a_prior_centred_on_the_cls_row_costs_nothing_for_a_mean_that_starts_there() -> None:
     centred = PFedBayesPTG(
-        prior_mean="cls", encoder_hidden=0, mean_init="cls", mean_scale=0.3, prior_scale=0.05, kl_weight=1.0
+        parametrisation="literal", prior_mean="cls", mean_init="cls", mean_scale=0.3, prior_scale=0.05, kl_weight=1.0
     )
     world, params = ready(centred)
     free = loss_of(replace(centred, kl_weight=0.0), world, params)
@@ -215,7 +221,7 @@ def test_padded_samples_do_not_count() -> None:
 
 def test_no_instance_signal_reduces_to_fedvpt_deep_with_one_more_token() -> None:
     """A mean network that says a constant is a global token of that value in every channel."""
-    method = PFedBayesPTD(encoder_hidden=0, prompt_tokens=2)
+    method = PFedBayesPTD(parametrisation="literal", prompt_tokens=2)
     world, params = ready(method)
     constant = {
         **params,
@@ -226,6 +232,182 @@ def test_no_instance_signal_reduces_to_fedvpt_deep_with_one_more_token() -> None
     wider = {**params, "prompt": torch.cat([params["prompt"], torch.full((3, 1, 32), 0.4)], dim=1)}
     vpt = FedVPTDeep(prompt_tokens=3)
     torch.testing.assert_close(loss_of(method, world, constant), loss_of(vpt, world, wider), atol=1e-5, rtol=1e-5)
+
+
+# --- the parametrisation: what one step of one rate does to global and to instance tokens
+
+
+def tokens_before_and_after_a_step(method: PFedBayesPTD, rate: float, longer: float = 1.0) -> tuple[Tensor, Tensor]:
+    """How far one step of SGD turns a global token and an instance token of the last block, in radians, mean over images.
+
+    Global tokens may start longer than VPT's.
+    """
+    world, params = ready(method)
+    prompt = longer * params["prompt"]
+    world = replace(world, roles=replace(world.roles, shared={**world.roles.shared, "prompt": prompt}))
+    params = {**params, **method.initial_encoder(world, seeded()), "prompt": prompt}
+    leaves = {name: params[name].clone().requires_grad_() for name in world.roles.shared}
+    loss = loss_of(method, world, {**params, **leaves}, {})
+    slopes = torch.autograd.grad(loss, list(leaves.values()))
+    after = {
+        **params,
+        **{name: leaf.detach() - rate * slope for (name, leaf), slope in zip(leaves.items(), slopes, strict=True)},
+    }
+    turned = []
+    _, batch, noise = step(method, world, params, {})
+    for slot in (0, 1):
+        old, new = (method.prompts(world, each, batch, noise).vision[slot].tokens for each in (params, after))
+        cosine = torch.cosine_similarity(old[..., -1, :, :], new[..., -1, :, :], dim=-1)
+        turned.append(cosine.clamp(-1, 1).arccos().mean())
+    return turned[0], turned[1]
+
+
+def test_one_rate_turns_instance_tokens_about_as_far_as_global_ones_and_the_literal_form_does_not() -> None:
+    for longer in (1.0, 10.0):
+        everyones, own = tokens_before_and_after_a_step(PFedBayesPTD(), 0.01 * longer**2, longer)
+        assert 1 / 8 < own / everyones < 8
+    everyones, own = tokens_before_and_after_a_step(PFedBayesPTD(parametrisation="literal"), 0.01)
+    assert own / everyones < 1 / 30
+
+
+def test_instance_tokens_have_the_length_of_the_blocks_own_rows_and_differ_between_images() -> None:
+    method = PFedBayesPTD()
+    world, params = ready(method)
+    _, batch, noise = step(method, world, params, {})
+    tokens = method.prompts(world, params, batch, noise).vision[1].tokens  # (B, L, 1, d)
+    rows = batch.features["block_inputs"]
+    torch.testing.assert_close(tokens.square().mean((-2, -1)), rows.square().mean((-2, -1)), atol=1e-5, rtol=1e-3)
+    assert torch.cosine_similarity(tokens[0], tokens[1], dim=-1).max() < 0.999
+    cls = torch.nn.functional.layer_norm(rows[..., 0, :], rows.shape[-1:])
+    assert torch.cosine_similarity(tokens[..., 0, :], cls, dim=-1).max() < 0.95  # no copy of CLS
+
+
+def test_the_length_of_the_row_weights_does_not_matter() -> None:
+    method = PFedBayesPTD()
+    world, params = ready(method)
+    scaled = {**params, "encoder.mean.out.weight": 7.0 * params["encoder.mean.out.weight"]}
+    torch.testing.assert_close(
+        loss_of(method, world, params, {}), loss_of(method, world, scaled, {}), atol=1e-4, rtol=1e-4
+    )
+
+
+def trained(method: Method, rate: float, steps: int) -> tuple[list[float], Tensors]:
+    """Plain SGD on everything that is shared."""
+    world, params = ready(method)
+    generator, losses = seeded(4), []
+    for _ in range(steps):
+        leaves = {name: params[name].clone().requires_grad_() for name in world.roles.shared}
+        loss = loss_of(method, world, {**params, **leaves}, method.noise(world, 4, True, generator))
+        slopes = torch.autograd.grad(loss, list(leaves.values()))
+        params = {
+            **params,
+            **{n: leaf.detach() - rate * slope for (n, leaf), slope in zip(leaves.items(), slopes, strict=True)},
+        }
+        losses.append(loss.item())
+    return losses, params
+
+
+def test_a_strong_prior_widens_the_posterior_and_leaves_the_directions_of_the_mean_alone() -> None:
+    method = PFedBayesPTG(kl_weight=1.0)
+    losses, params = trained(method, rate=0.5, steps=40)
+    assert losses[-1] < losses[0]
+    channels, _ = method._factors(small_world())
+    assert (channels.squeeze(-1) * params["encoder.norm.weight"]).abs().max() < 10
+    assert params["encoder.logvar.out.bias"].mean() > 2 * math.log(0.05)
+
+
+@pytest.mark.parametrize("cls", [PFedBayesPT, PFedBayesPTG])
+@pytest.mark.parametrize("parametrisation", ["literal", "normalised"])
+def test_the_literal_objective_stays_finite(cls: type[PFedBayesPTG], parametrisation: Any) -> None:
+    method = cls(parametrisation=parametrisation, kl_unit="total", kl_weight=1.0, initial_std=0.05)
+    losses, params = trained(method, rate=0.5, steps=12)
+    assert all(math.isfinite(loss) for loss in losses)
+    assert all(torch.isfinite(tensor).all() for tensor in params.values())
+
+
+def test_predictions_with_noise_are_those_of_training_prompts_and_differ_by_draw() -> None:
+    method = PFedBayesPT(keep_probability=1.0, predict_draws=3, predict_with_noise=True, initial_std=2.0)
+    world, params = ready(method)
+    noise = method.noise(world, 4, False, seeded(1))
+    assert noise["epsilon"].shape == (3, 4, 3, 1, 32)
+    draws = predicted(method, world, params, noise)
+    assert not torch.allclose(draws[0], draws[1], atol=1e-4)
+    still = {**noise, "epsilon": torch.zeros_like(noise["epsilon"])}
+    calm = replace(method, predict_with_noise=False)
+    torch.testing.assert_close(
+        predicted(method, world, params, still), predicted(calm, world, params, {"masks": noise["masks"]})
+    )
+    gaussian = PFedBayesPTG(predict_with_noise=True, initial_std=2.0)
+    world, params = ready(gaussian)
+    first, second = (predicted(gaussian, world, params, gaussian.noise(world, 4, False, seeded(n))) for n in (1, 2))
+    assert not torch.allclose(first, second, atol=1e-4)
+
+
+@pytest.mark.parametrize("cls", [PFedBayesPTD, PFedBayesPTG, PFedBayesPT])
+def test_controls_leave_predictions_as_they_are_and_show_what_instance_prompts_do(cls: type[PFedBayesPTD]) -> None:
+    plain, asked = cls(), cls(diagnose=True)
+    world, params = ready(plain)
+    noise = asked.noise(world, 4, False, seeded(1))
+    torch.testing.assert_close(
+        predicted(asked, world, params, noise), predicted(plain, world, params, noise), atol=1e-6, rtol=1e-5
+    )
+    seen, batch, noise = step(asked, world, params, noise, training=False)
+    found = asked.diagnostics(world, params, seen, batch)
+    assert {"instance.accuracy", "instance.accuracy_mean_prompt", "instance.accuracy_other_prompt"} <= set(found)
+    assert ("posterior.kl" in found) == (cls is not PFedBayesPTD)
+    assert ("posterior.a_s" in found) == (cls is PFedBayesPT)
+    right = predicted(plain, world, params, noise).mean(0).argmax(-1) == batch.labels
+    assert found["instance.accuracy"].tolist() == right.float().tolist()
+    # where every image has the same prompt, its mean and that of another image are that prompt
+    same = {**params, "encoder.mean.out.weight": 0 * params["encoder.mean.out.weight"]}
+    seen, batch, noise = step(asked, world, same, noise, training=False)
+    found = asked.diagnostics(world, same, seen, batch)
+    assert found["instance.accuracy"].tolist() == found["instance.accuracy_mean_prompt"].tolist()
+    assert found["instance.accuracy"].tolist() == found["instance.accuracy_other_prompt"].tolist()
+
+
+def test_a_control_uses_the_prompts_of_other_images() -> None:
+    method = PFedBayesPTD(diagnose=True)
+    world, params = ready(method)
+    _, batch, noise = step(method, world, params, {}, training=False)
+    own, mean, other = method.prompts(world, params, batch, noise).vision[1].tokens.unflatten(0, (3, 4))
+    assert torch.equal(other, own[[2, 3, 0, 1]])
+    torch.testing.assert_close(mean, own.mean(0, keepdim=True).expand_as(own))
+
+
+def test_a_run_says_how_far_prompt_and_encoder_moved(settings: Any) -> None:
+    values = settings(method={"name": "pfedbayespt", "prompt_tokens": 2, "diagnose": True}, train={"lr": 0.2})
+    found = run(values).summary()["diagnostics"]
+    assert found["prompt.moved"] > 0
+    assert found["encoder.rows.moved"] > 0
+    assert 0 <= found["posterior.a_s"] <= math.log(5) + 1e-4
+    still = run({**values, "name": "still", "train": {**values["train"], "lr": 0.0}}).summary()["diagnostics"]
+    assert still["prompt.moved"] == still["encoder.rows.moved"] == still["encoder.gain.moved"] == 0.0
+
+
+def test_evaluation_in_mixed_batches_gives_every_image_its_own_prediction(settings: Any) -> None:
+    counts = [
+        run(
+            settings(
+                name=f"d{asked}",
+                method={"name": "pfedbayespt_d", "diagnose": asked},
+                federation={"evaluation_batch": 4},
+            )
+        ).reader.evaluations(2)
+        for asked in (False, True)
+    ]
+    for client, result in counts[0].items():
+        for figure in ("samples", "correct", "domains"):
+            assert counts[1][client][figure] == result[figure]
+        assert counts[1][client]["nll"] == pytest.approx(result["nll"], rel=1e-4)
+
+
+def test_a_run_of_an_earlier_version_is_read_in_its_literal_form(settings: Any) -> None:
+    literal = {"name": "pfedbayespt_d", "parametrisation": "literal"}
+    stored = registry.completed(parse(settings(method=literal))).model_dump(mode="json")
+    del stored["method"]["parametrisation"]
+    assert as_it_was(stored)["method"]["parametrisation"] == "literal"
+    assert as_it_was({**stored, "method": {"name": "fedvpt"}})["method"] == {"name": "fedvpt"}
 
 
 @pytest.mark.parametrize("policy", ["local", "shared", "shared_then_finetune"])
@@ -282,7 +464,11 @@ def test_a_run_reports_uncertainty_over_its_draws(settings: Any) -> None:
     [
         ({"depth": 13}, "method.depth must be at most the 3 blocks of the backbone, got 13"),
         ({"instance_depth": 4}, "method.instance_depth must be at most the 3 blocks of the backbone, got 4"),
-        ({"mean_init": "cls"}, "method.mean_init must be default unless method.encoder_hidden is 0, got 'cls'"),
+        ({"encoder_hidden": 64}, "method.encoder_hidden must be 0 unless method.parametrisation is literal, got 64"),
+        (
+            {"parametrisation": "literal", "encoder_hidden": 64, "mean_init": "cls"},
+            "method.mean_init must be default unless method.encoder_hidden is 0, got 'cls'",
+        ),
         ({"keep_probability": 1.5}, "method.keep_probability must be less than or equal to 1, got 1.5"),
         ({"omega": "wide"}, "method.omega must be 'joint' or 'layerwise', got 'wide'"),
     ],

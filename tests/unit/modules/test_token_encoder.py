@@ -16,6 +16,8 @@ from fedprompt.modules.token_encoder import (
     initial_network,
     initial_norm,
     linear_from,
+    unit_length,
+    within,
 )
 from fedprompt.tensors import Tensors
 
@@ -131,8 +133,27 @@ def test_a_linear_mean_may_start_as_the_cls_row_or_as_the_mean_of_all_rows() -> 
     (first,) = encode(norm, [linear_from("cls", network, 0.5)], features(), masks)
     torch.testing.assert_close(first[0, :, :, 0], 0.5 * rows[:, :, 0])
     (middle,) = encode(norm, [linear_from("mean", network, 1.0)], features(), masks)
-    torch.testing.assert_close(middle[0, :, :, 1], rows.mean(2))
+    tokens = middle.shape[-2]
+    assert tokens > 1
+    for token in range(tokens):  # each from rows of its own: equal tokens would stay equal
+        torch.testing.assert_close(middle[0, :, :, token], rows[:, :, token::tokens].mean(2))
     assert linear_from("default", network, 1.0) is network
+
+
+def test_values_outside_a_range_are_cut_and_their_gradients_are_not() -> None:
+    values = torch.tensor([-5.0, 0.5, 7.0], requires_grad=True)
+    cut = within(values, -1.0, 1.0)
+    assert cut.tolist() == [-1.0, 0.5, 1.0]
+    (slope,) = torch.autograd.grad(cut.sum(), [values])
+    assert slope.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_token_of_unit_length_has_root_mean_square_one_and_zeros_stay_finite() -> None:
+    tokens = torch.stack([torch.linspace(-3, 5, WIDTH), torch.zeros(WIDTH)]).requires_grad_()
+    scaled = unit_length(tokens)
+    assert scaled[0].square().mean().item() == pytest.approx(1.0, abs=1e-5)
+    (slope,) = torch.autograd.grad(scaled.sum(), [tokens])
+    assert torch.isfinite(slope).all()
 
 
 def test_a_constant_network_says_the_same_for_every_image() -> None:

@@ -123,7 +123,7 @@ def test_every_run_at_the_papers_size_has_its_place_in_the_papers_table(name: st
         row, column = match(found.rows, settings), match(found.columns, settings)
         assert row is not None
         assert column is not None
-        places.add((row.title, column.title))
+        places.add((row.title, column.title, config.seed))
     assert len(places) == len(config_files.load(ALL[name].path)), "no two runs may share a place"
 
 
