@@ -18,7 +18,7 @@ from typing import Any
 from fedprompt.core.search_space import FloatRange
 from fedprompt.errors import ConfigError, DivergenceError, QuorumError, StorageError
 from fedprompt.experiment.experiment import Experiment
-from fedprompt.federation.loop import Observer
+from fedprompt.federation.observer import Observer
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import RoundRecord
 from fedprompt.tuning.plan import Plan
