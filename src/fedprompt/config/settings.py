@@ -306,7 +306,7 @@ class TunedConfig(Section):
     value: float
     """The objective of the chosen trial."""
     validation: float
-    """`data.validation` of the trials."""
+    """Setting `data.validation` of the trials."""
     data: str
     """Fingerprint of the images."""
     fedprompt: str

@@ -172,7 +172,7 @@ def test_every_setting_is_described() -> None:
 
 def test_every_section_method_and_variant_is_in_it() -> None:
     schema = validator().schema
-    assert set(Config.model_fields) | {"sweep", "scales", "published"} == set(schema["properties"])
+    assert set(Config.model_fields) | {"sweep", "scales", "tune", "published"} == set(schema["properties"])
     for kind, table in {"method": registry.methods(), "variant": registry.variants()}.items():
         assert {f"{kind}.{name}" for name in table} == {name for name in schema["$defs"] if name.startswith(f"{kind}.")}
 
