@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from fedprompt.cli import options, run_configs
+from fedprompt.core.first_step import FirstStep
 from fedprompt.core.messages import Failure
 from fedprompt.dashboard.discovery import printable
 from fedprompt.dashboard.downsampling import clip, plain
@@ -60,8 +61,13 @@ def printed(renderable: Any) -> str:
 def progress(text: str) -> str:
     console = Console(file=io.StringIO(), width=400, color_system=None)
     shown = LiveProgress(console)
-    config = SimpleNamespace(label=text, seed=0, run_name=text, federation=SimpleNamespace(rounds=3))
+    config = SimpleNamespace(
+        label=text, seed=0, run_name=text, federation=SimpleNamespace(rounds=3), train=SimpleNamespace(warmup_epochs=0)
+    )
     shown.started(config, [text], 0)  # type: ignore[arg-type]
+    shown.noted(text)
+    shown.warned(1, text)
+    shown.measured({text: FirstStep(1.0, 1.0, 5.0)})
     shown.refused(1, Failure(0, text, text))
     shown.untested(1, Failure(0, text, text))
     shown.cohort(1, [0])

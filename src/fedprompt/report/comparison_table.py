@@ -55,6 +55,8 @@ class Row(Labelled):
     """Refused updates of all its runs together, by rule."""
     epsilon: float | None = None
     """The largest epsilon that one of its runs has spent; None without privacy."""
+    warnings: tuple[str, ...] = ()
+    """Signs that training did not work, of all its runs together."""
     evaluations: int = 1
     """Number of last evaluated rounds that its figures are means of."""
 
@@ -176,6 +178,7 @@ def row_of(family: Family) -> Row:
         attacked=any(run.config.attack is not None for run in family.runs),
         refused=dict(sum((Counter(run.refused()) for run in family.runs), Counter[str]())),
         epsilon=max((spent for run in family.runs if (spent := run.epsilon()) is not None), default=None),
+        warnings=tuple(dict.fromkeys(text for run in family.runs for text in run.warnings())),
         evaluations=max(run.summary().get("evaluations", 1) for run in family.runs),
     )
 
@@ -228,6 +231,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Clients that are evaluated for all, drawn once", [f"{who}: {count}" for who, count in some if count]),
         ("Some clients are malicious, and only the others are evaluated", attacked),
         ("Updates refused by the guard", refused),
+        ("Warnings", [f"{row.title}: {text}" for row in rows for text in row.warnings]),
         ("Differential privacy, epsilon spent", private),
         ("Unfinished", early),
         ("Left out, the same seed is already counted", repeated),
