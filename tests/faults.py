@@ -81,7 +81,7 @@ def kill_at(moment: Moment, step: int, notes: Path) -> None:
 def _watch(steps: _Steps) -> _Steps:
     from fedprompt.client.factory import ExperimentFactory
     from fedprompt.data.cache.pixel_store import ImageStore
-    from fedprompt.federation.loop import Clock
+    from fedprompt.federation.phases import Clock
     from fedprompt.runs.store import RunStore
 
     for owner, name, phase in (

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fedprompt.cli import options, run_configs
 from fedprompt.config import TrainConfig
+from fedprompt.core.first_step import FirstStep
 from fedprompt.core.messages import Failure
 from fedprompt.dashboard.discovery import printable
 from fedprompt.dashboard.downsampling import clip, plain
@@ -65,6 +66,9 @@ def progress(text: str) -> str:
         label=text, seed=0, run_name=text, train=TrainConfig(), federation=SimpleNamespace(rounds=3)
     )
     shown.started(config, [text], 0)  # type: ignore[arg-type]
+    shown.noted(text)
+    shown.warned(1, text)
+    shown.measured({text: FirstStep(1.0, 1.0, 5.0)})
     shown.refused(1, Failure(0, text, text))
     shown.untested(1, Failure(0, text, text))
     shown.cohort(1, [0])

@@ -51,9 +51,9 @@ def launch(
                 observer.stop()
     print_comparison(done, "json" if as_json else "table")
     for each in done if quiet or as_json else []:  # the progress display has shown the others
-        for _, _, kind, detail in each.reader.events():
-            if kind == "label_check":
-                say(f"WARNING: {each.name}: {detail}")
+        labels = [detail for _, _, kind, detail in each.reader.events() if kind == "label_check"]
+        for text in (*labels, *each.warnings()):
+            say(f"WARNING: {each.name}: {text}")
     if not as_json:
         for each in done:
             say(f"run file: {each.directory / 'run.db'}")

@@ -22,6 +22,7 @@ from fedprompt.client.batched_clients import Folded, Together, losses_together, 
 from fedprompt.client.optimizers import OptimizerState, RateSchedule, optimizer_step, rate_schedule
 from fedprompt.client.step import step_loss
 from fedprompt.config import Config
+from fedprompt.core.first_step import Gauge
 from fedprompt.core.method import Method, Progress, Stage, World
 from fedprompt.errors import ContractError, DivergenceError
 from fedprompt.features.augmentation import draw_views
@@ -72,6 +73,8 @@ class LocalTraining:
     def __init__(self, config: Config, world: World, bank: ImageBank, noise: Noise, demands: Demands) -> None:
         self.config, self.world, self.bank, self.noise, self.demands = config, world, bank, noise, demands
         self.listener: Listener | None = None
+        self.gauge: Gauge | None = None
+        self._gauge: Gauge | None = None  # in the first round
         self._advance = Advance(None, "", 0, 0)
 
     def run(
@@ -92,6 +95,7 @@ class LocalTraining:
             steps = sum(self.steps(stages, trainee.images, trainee.client) for trainee in trainees)
             doing = "fitting" if fitting or purpose else "training"
             self._advance = Advance(self.listener, doing, len(trainees), steps)
+        self._gauge = self.gauge if round == 1 and not purpose and not fitting else None
         found: dict[int, Trained | DivergenceError] = {}
         kinds: dict[object, list[Trainee]] = {}
         for trainee in trainees:
@@ -194,6 +198,8 @@ class LocalTraining:
             before = {name: now.stacked[name] for name in stage.trainable}
             state = state.of_first_clients(count)
             stepped, state = optimizer_step(before, slopes, state, line.rates.at(number), self.config.train, number)
+            if self._gauge is not None:
+                self._gauge.add(before, slopes, stepped, last=number + 1 == line.table.steps)
             together = together.changed(self._corrected(stage.step, stepped, now, number))
             done = len(line.clients) - count
             losses.append(F.pad(loss.detach(), (0, done)) if done else loss.detach())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
-from fedprompt.core.recipe import Schedule, group_of, matching
+from fedprompt.core.recipe import Schedule, group_of, learning_rate, matching
 from fedprompt.tensors import Tensors
 
 EPSILON = 1e-8  # of Adam, as in torch
@@ -172,12 +172,6 @@ def rate_schedule(
 
 def _share(rate: float, of: float) -> float:
     return min(rate / of, 1.0) if of else 1.0
-
-
-def learning_rate(train: TrainConfig, name: str) -> float:
-    """The rate of one tensor: its group's, or the general one."""
-    found = matching(train.lrs, name)
-    return float(train.lr if found is None else found)
 
 
 def schedule_of(train: TrainConfig, name: str) -> Schedule:

@@ -20,6 +20,7 @@ from fedprompt.client.step import forward, make_batch, step_loss
 from fedprompt.config import Config
 from fedprompt.core import wire
 from fedprompt.core.client_sampling import sample_attackers
+from fedprompt.core.first_step import Gauge, Measured
 from fedprompt.core.messages import LocalUpdate
 from fedprompt.core.method import Client, Method, Stage, World
 from fedprompt.errors import ContractError, DivergenceError
@@ -72,9 +73,11 @@ class ClientRuntime:
         self.training = LocalTraining(config, world, bank, self._noise, self.demands)
         self.testing = Testing(config, world, method, bank, self._noise, self.demands)
 
-    def listen(self, listener: Listener) -> None:
-        """Let a listener know how far training and testing are."""
+    def listen(self, listener: Listener, measured: Measured) -> None:
+        """Let listeners know how far training and testing are, and how large the first gradients are, unless they are secret."""
         self.training.listener = self.testing.listener = listener
+        secret = self.config.privacy is not None or self.config.federation.secure_sum
+        self.training.gauge = None if secret else Gauge(measured)
 
     @cached_property
     def attackers(self) -> frozenset[int]:

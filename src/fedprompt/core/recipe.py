@@ -71,6 +71,12 @@ def matching(patterns: Mapping[str, float | str], name: str) -> float | str | No
     )
 
 
+def learning_rate(train: TrainConfig, name: str) -> float:
+    """The rate of one tensor: its group's, or the general one."""
+    found = matching(train.lrs, name)
+    return float(train.lr if found is None else found)
+
+
 def group_of(name: str, prefixes: tuple[str, ...] = ("ditto.personal.",)) -> str:
     """The group of a tensor: `encoder` of `encoder.mean.in.weight`. A variant's copies form groups of their own."""
     for prefix in prefixes:

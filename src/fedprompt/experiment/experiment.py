@@ -103,7 +103,7 @@ class Experiment:
         store = open_store(self.factory, source, manifest, frozen, world, bank)
         try:
             runtime = self.factory.client_runtime(source, world, bank, ClientStates(store.client_state))
-            runtime.listen(observer.stepped)
+            runtime.listen(observer.stepped, observer.measured)
             afterwards = tests_at_the_end(runtime, prepared, self.factory.cache, store, observer) if test else None
             engine = _secured(
                 make_engine(runtime, store, [frozen, manifest.checksum]), world.roles, self.config, self.method

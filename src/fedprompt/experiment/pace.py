@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LONG = 10.0  # seconds after which one step alone is enough for an estimate
+LONG = 30.0  # seconds after which one step alone is enough for an estimate
 
 
 class Pace:

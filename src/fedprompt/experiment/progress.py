@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedprompt.config import Config
+from fedprompt.core.first_step import FirstStep, described, odd_steps
 from fedprompt.core.messages import COHORT, Failure, LocalUpdate
 from fedprompt.evaluation.label_check import sentence, warning
 from fedprompt.experiment.pace import Pace, as_time
@@ -38,6 +39,7 @@ class LiveProgress(Observer):
         self._begin = self._shown = now()
         self._first = self._done = self._rounds = 0
         self._label = ""
+        self._warming = False  # whether the first steps are shorter than others
         self._doing, self._clients, self._ready = "", 0, 0
         self._pace = Pace(self._begin)
         self._expected = False  # whether the time of all rounds was said
@@ -47,6 +49,7 @@ class LiveProgress(Observer):
         self._names = [safe_line(name) for name in client_names]
         self._label, self._rounds = safe_line(f"{config.label} · seed {config.seed}"), config.federation.rounds
         self._first = self._done = rounds_done
+        self._warming = bool(config.train.warmup_epochs)
         self._begin = self._shown = self._now()
         again = f", resumed after round {rounds_done}" if rounds_done else ""
         self._console.print(Text.assemble((self._label, "bold"), f": {safe_line(config.run_name)}{again}"))
@@ -63,7 +66,18 @@ class LiveProgress(Observer):
         self._tell(f"  {sentence(check)}")
         message = warning(check)
         if message is not None:
-            self._console.print(Text.assemble("  ", ("WARNING", "bold"), f": {safe_line(message)}"), soft_wrap=True)
+            self._warn(message)
+
+    def measured(self, steps: Mapping[str, FirstStep]) -> None:
+        self._tell(f"  {described(steps)}")
+        for text in odd_steps(steps, self._warming):
+            self._warn(text)
+
+    def warned(self, round: int, text: str) -> None:
+        self._warn(f"round {round}: {text}")
+
+    def _warn(self, text: str) -> None:
+        self._console.print(Text.assemble("  ", ("WARNING", "bold"), f": {safe_line(text)}"), soft_wrap=True)
 
     def cohort(self, round: int, clients: Sequence[int]) -> None:
         names = [self._names[client] for client in clients]

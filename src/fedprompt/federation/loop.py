@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -18,19 +16,20 @@ from fedprompt.core.client_sampling import away_by_round, sample_attackers, samp
 from fedprompt.core.messages import COHORT, Download, Failure, LocalUpdate, NextTraining, Training
 from fedprompt.core.method import Combine, Method, Server, Upload, World, shares, without
 from fedprompt.core.pool import Pool
-from fedprompt.core.profiling_scope import scope
 from fedprompt.errors import ConfigError, DivergenceError, FedpromptError, QuorumError, broken
 from fedprompt.federation.aggregate import rule
 from fedprompt.federation.best_round import RoundChoice
 from fedprompt.federation.guard import Admitted, Guard
 from fedprompt.federation.observer import Observer
+from fedprompt.federation.phases import Clock
 from fedprompt.federation.stored_pool import StoredRows
+from fedprompt.federation.watch import Watch
 from fedprompt.metrics.accuracy import ClientResult, summarise
 from fedprompt.privacy import mechanism
 from fedprompt.privacy.budget import Budget, Terms
 from fedprompt.privacy.server_noise import ServerNoise
 from fedprompt.runs.final_figures import final_figures, stored_test
-from fedprompt.runs.store import PRIVACY, REFUSED, UNTESTED, Event, RoundRecord, RunReader, RunStore
+from fedprompt.runs.store import PRIVACY, REFUSED, UNTESTED, WARNING, Event, RoundRecord, RunReader, RunStore
 from fedprompt.tensors import Tensors
 
 AfterLastRound = Callable[
@@ -152,6 +151,11 @@ class Federation:
         return None if self.terms is None else ServerNoise(self.config, self.world, self.terms, self.secret)
 
     @cached_property
+    def watch(self) -> Watch:
+        known = {detail.partition(": ")[0] for _, _, kind, detail in self.store.events() if kind == WARNING}
+        return Watch(self.config, self.world, self.method, self.store.rounds(), known)
+
+    @cached_property
     def combine(self) -> Combine:
         return rule(self.config.aggregation)
 
@@ -221,9 +225,14 @@ class Federation:
             summary=self._summary(results, updates.cohort),
             seconds=clock.seconds,
         )
-        server = self._commit(server, record, results, [*updates.events, *aggregated, *untested])
+        samples = sum(result.samples for result in results.values())
+        warnings = self.watch.look(record, server.shared, samples, updates.admitted.refused)
+        noticed = [Event(None, WARNING, f"{each.rule}: {each.text}") for each in warnings]
+        server = self._commit(server, record, results, [*updates.events, *aggregated, *untested, *noticed])
         self.observer.committed(record)
         self.choice.committed(round, record.summary)
+        for each in warnings:
+            self.observer.warned(round, each.text)
         return server
 
     def _summary(self, results: Mapping[int, ClientResult], cohort: Sequence[int]) -> dict[str, Any] | None:
@@ -457,19 +466,3 @@ def _mean_loss(replies: Sequence[LocalUpdate]) -> float | None:
 def _in_order(server: Server) -> Server:
     """Names in the order in which the run file returns them, so that a resumed run computes the same sums."""
     return replace(server, shared=wire.in_order(server.shared), own=wire.in_order(server.own))
-
-
-class Clock:
-    """Seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            with scope(name):
-                yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -56,6 +56,8 @@ class Row(Labelled):
     """Refused updates of all its runs together, by rule."""
     epsilon: float | None = None
     """The largest epsilon that one of its runs has spent; None without privacy."""
+    warnings: tuple[str, ...] = ()
+    """Signs that training did not work, of all its runs together."""
     evaluations: int = 1
     """Number of last evaluated rounds that its figures are means of."""
     tuned: TunedConfig | None = None
@@ -198,6 +200,7 @@ def row_of(family: Family) -> Row:
         attacked=any(run.config.attack is not None for run in family.runs),
         refused=dict(sum((Counter(run.refused()) for run in family.runs), Counter[str]())),
         epsilon=max((spent for run in family.runs if (spent := run.epsilon()) is not None), default=None),
+        warnings=tuple(dict.fromkeys(text for run in family.runs for text in run.warnings())),
         evaluations=max(run.summary().get("evaluations", 1) for run in family.runs),
     )
 
@@ -288,6 +291,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Settings not tuned", untuned),
         ("Not tuned equally", unequal([row.tuned for row in rows if row.tuned is not None])),
         ("Updates refused by the guard", refused),
+        ("Warnings", [f"{row.title}: {text}" for row in rows for text in row.warnings]),
         ("Differential privacy, epsilon spent", private),
         ("Unfinished", early),
         ("Left out, the same seed is already counted", repeated),

@@ -14,7 +14,7 @@ from fedprompt.data.partition import client_names
 from fedprompt.errors import ConfigError, DataError, RunError
 from fedprompt.metrics.accuracy import is_result, is_summary
 from fedprompt.runs.final_figures import FinalTest, final_figures, stored_results, stored_test
-from fedprompt.runs.store import PRIVACY, REFUSED, STREAMS, RoundRecord, RunReader
+from fedprompt.runs.store import PRIVACY, REFUSED, STREAMS, WARNING, RoundRecord, RunReader
 
 if TYPE_CHECKING:
     from fedprompt.data.partition.manifest import Manifest
@@ -148,6 +148,11 @@ class Run:
         """Number of updates that the guard refused, by rule."""
         rules = [str(detail.get("rule")) for detail in self.reader.details(REFUSED)]
         return {rule: rules.count(rule) for rule in sorted(set(rules))}
+
+    def warnings(self) -> list[str]:
+        """Signs that training did not work, each with the setting to change."""
+        found = [(round, detail) for round, _, kind, detail in self.reader.events() if kind == WARNING]
+        return [f"round {round}: {detail.partition(': ')[2]}" for round, detail in found]
 
     def epsilon(self) -> float | None:
         """The privacy spent until the last round; None if the run is not private, infinite without noise."""

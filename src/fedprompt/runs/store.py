@@ -35,6 +35,7 @@ REFUSED = "refused"  # the kind of event for an update that the guard refused
 RUN_ID = "run_id"  # the fact with the id of a run whose clients are on nodes
 STREAMS = "streams"  # the fact with the edition of the run's random streams; absent in runs before edition 2
 UNTESTED = "untested"  # the kind of event with the reason why a client was not evaluated
+WARNING = "warning"  # the kind of event for a sign that training does not work: its rule, a colon, and a sentence
 PRIVACY = "privacy"  # the kind of event with the privacy cost of a round
 
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from fedprompt.config import Config, TrainConfig, parse
 from fedprompt.config.config_files import TUNED_SECTIONS
 from fedprompt.core import registry
 from fedprompt.core.method import Method, World
+from fedprompt.core.recipe import group_of, learning_rate, matching
 from fedprompt.core.search_space import Choice, FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
 
 FACTOR = 100.0  # the range of a rate: from the one of the config divided by this to the one multiplied by it
 RATES = "train.lrs."
-VARIANT_COPIES = ("ditto.personal.",)  # prefixes of tensors that a variant adds: they have the rates of the originals
-
-
-def group_of(name: str) -> str:
-    """The group of a tensor: `encoder` of `encoder.mean.in.weight`, and `head` of `ditto.personal.head.bias`."""
-    for prefix in VARIANT_COPIES:
-        name = name.removeprefix(prefix)
-    return name.split(".")[0]
 
 
 def search_space(config: Config, method: Method, world: World, section: Mapping[str, Any]) -> SearchSpace:
@@ -50,8 +42,8 @@ def _rates(train: TrainConfig, method: Method, world: World) -> dict[str, FloatR
     """A range for the learning rate of every group of trained tensors, around the rate it has in the config."""
     found: dict[str, FloatRange] = {}
     for name in trained(method, world, train):
-        group = group_of(name)
-        rate = rate_of(train, name)
+        group = group_of(name).rpartition(".")[2]  # copies that a variant makes have the rates of the originals
+        rate = learning_rate(train, name)
         inside = name.split(group, 1)[1].startswith(".")
         if rate > 0:
             found.setdefault(f"{RATES}{group}{'.*' if inside else ''}", FloatRange(rate / FACTOR, rate * FACTOR))
@@ -64,23 +56,11 @@ def trained(method: Method, world: World, train: TrainConfig) -> list[str]:
     return list(dict.fromkeys(name for stage in stages for name in stage.trainable if stage.epochs))
 
 
-def rate_of(train: TrainConfig, name: str) -> float:
-    """The learning rate of a tensor in a complete config; 0 where it has none."""
-    rates = (rate for pattern, rate in train.lrs.items() if _matches(pattern, name))
-    rate = next(rates, train.lr)
-    return float(rate) if isinstance(rate, int | float) else 0.0
-
-
-def _matches(pattern: str, name: str) -> bool:
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
-
-
 def has_setting(config: Config, method: Method, world: World, setting: str) -> bool:
     """Whether a config has a setting: one of its method, or a rate of a tensor that it trains."""
     section, _, name = setting.partition(".")
     if setting.startswith(RATES):
-        return any(_matches(setting.removeprefix(RATES), each) for each in trained(method, world, config.train))
+        return any(matching({setting.removeprefix(RATES): 1.0}, each) for each in trained(method, world, config.train))
     if section == "method":
         return name in config.method
     if section in ("variant", "privacy"):
@@ -141,7 +121,7 @@ def start_of(config: Config, space: SearchSpace) -> dict[str, Any]:
     for setting, each in space.items():
         section, _, name = setting.partition(".")
         if setting.startswith(RATES):
-            value: Any = rate_of(
+            value: Any = learning_rate(
                 config.train, setting.removeprefix(RATES).replace("*", "x")
             )  # of a tensor of the group
         else:
