@@ -52,3 +52,11 @@ def test_the_attention_of_pfeddc_has_a_rate_that_leaves_the_local_prompt_a_part(
     of 0.005, 86 % at 0.0005 and 41 % at 0.00003.
     """
     assert all(each.train.lrs["fusion.*"] <= 1e-4 for each in configs(f"pfeddc/{table}"))
+
+
+@pytest.mark.parametrize("table", EVERY_TABLE)
+def test_the_first_epoch_warms_up_at_a_constant_rate_except_in_fedotp(table: str) -> None:
+    for each in configs(f"pfedmoap/{table}"):
+        warm = each.method["name"] != "fedotp"
+        assert each.train.warmup_epochs == int(warm)
+        assert not warm or each.train.warmup_lr == 1e-5
