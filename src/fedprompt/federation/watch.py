@@ -3,7 +3,7 @@
 | rule | sign |
 |---|---|
 | diverged | clients were refused because their loss or update is not finite |
-| loss | the training loss has risen three rounds in a row, by a fifth in all |
+| loss | the training loss has risen three rounds in a row, by a fifth in all, or is three times its lowest |
 | chance | the accuracy is not clearly above that of guessing |
 | collapsed | a gate, an attention or a fusion gives all weight to one part, or class weights tell no class from another |
 | still | a shared group of tensors has hardly moved from its start |
@@ -30,6 +30,7 @@ from fedprompt.tensors import Tensors
 
 FEWEST_ROUNDS = 3
 RISE = 1.2  # of the loss in three rounds
+FAR = 3.0  # times the lowest loss
 STANDARD_ERRORS = 2.0  # above chance, within which an accuracy is still that of guessing
 ALL = 0.99  # share of one part that leaves nothing to the others
 STILL = 1e-3  # change of a group's tensors, relative to their norm at the start
@@ -126,13 +127,16 @@ def diverged(refused: Sequence[Failure]) -> str | None:
 
 
 def rising(losses: Sequence[float]) -> str | None:
-    """Three rises in a row that make a fifth."""
-    last = losses[-4:]
-    if len(last) < 4 or not all(earlier < later for earlier, later in itertools.pairwise(last)):
+    """Three rises in a row that make a fifth, or a loss far above the lowest."""
+    if not losses:
         return None
-    if last[-1] < RISE * last[0]:
-        return None
-    return f"the training loss rose from {last[0]:.3g} to {last[-1]:.3g} in three rounds: try a smaller train.lr"
+    last, lowest = losses[-4:], min(losses)
+    row = len(last) == 4 and all(earlier < later for earlier, later in itertools.pairwise(last))
+    if row and last[-1] >= RISE * last[0]:
+        return f"the training loss rose from {last[0]:.3g} to {last[-1]:.3g} in three rounds: try a smaller train.lr"
+    if last[-1] > max(FAR * lowest, 1.0):
+        return f"the training loss {last[-1]:.3g} is far above its lowest, {lowest:.3g}: try a smaller train.lr"
+    return None
 
 
 def at_chance(accuracy: float | None, samples: int, classes: int, round: int) -> str | None:

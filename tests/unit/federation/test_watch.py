@@ -33,6 +33,9 @@ pytestmark = pytest.mark.unit
         ([1.0, 1.5, 1.4, 1.6], False),
         ([1.3, 1.2, 1.1, 1.0], False),
         ([1.0, 1.2, 1.4], False),
+        ([402.5, 3149.7, 5878.6], True),  # far above the lowest
+        ([0.01, 0.2, 0.1], False),  # small losses vary
+        ([], False),
     ],
 )
 def test_three_rises_of_the_loss_that_make_a_fifth_are_a_sign(losses: list[float], warned: bool) -> None:
