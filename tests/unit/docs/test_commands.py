@@ -69,7 +69,7 @@ def test_the_command_of_a_method_describes_one_run_of_it_that_it_accepts(name: s
     given = parsed(words)
     (made,) = config_files.load(documents.ROOT / given["config"], list(given["overrides"]))
     assert name in (made.method["name"], (made.variant or {}).get("name"))
-    registry.build(made.method, made.variant).check(_world_of_the_demo(), made.train)
+    registry.build(made.method, made.variant).check(_world_of_the_demo(), registry.completed(made).train)
 
 
 @pytest.mark.parametrize("page", documents.METHOD_PAGES, ids=lambda page: page.stem)

@@ -114,7 +114,7 @@ def test_methods_are_rows_of_their_own_in_the_order_given(runs):
 
 def test_families_of_one_method_are_told_apart_by_what_differs(write):
     rows = comparison([write("a", [[9]], train={"lr": 0.1}), write("b", [[8]], train={"lr": 0.2}), write("c", [[7]])])
-    assert [row.label for row in rows] == ["fedvpt train.lr=0.1", "fedvpt train.lr=0.2", "fedvpt train.lr=0.01"]
+    assert [row.label for row in rows] == ["fedvpt train.lr=0.1", "fedvpt train.lr=0.2", "fedvpt train.lr=auto"]
 
 
 def test_a_setting_that_one_family_left_out_is_called_default(write):
