@@ -343,8 +343,15 @@ def test_a_server_that_comes_back_says_the_same_in_other_words(ground: Ground, t
         ({"variant": {"name": "fedbabu"}}, 1),
         ({"federation": {"rounds": 2, "held_out": 0.9}}, 1),
         ({"method": {"name": "fedvpt", "prompt_tokens": 60, "head": "local"}}, 1),
+        (
+            {
+                "method": {"name": "fedvpt", "prompt_tokens": 60, "head": "local"},
+                "federation": {"rounds": 2, "evaluate_at": "global", "never_picked": "fit"},
+            },
+            1,
+        ),
     ],
-    ids=["after local", "head", "variant", "held out", "local head"],
+    ids=["after local", "head", "variant", "held out", "local head", "never picked"],
 )
 def test_who_insists_on_noise_fits_nothing_for_an_evaluation(
     ground: Ground, tmp_path: Path, changes: dict[str, Any], client: int

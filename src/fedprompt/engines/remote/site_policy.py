@@ -143,6 +143,9 @@ def _refused_privacy(policy: SitePolicy, config: Config) -> Iterator[Refused]:
         yield Refused("privacy", broken("privacy.noise_at", "be client or server where clients are sites", "step"))
     if (policy.least_noise or policy.evaluate == "noised") and config.federation.evaluate_at == "after_local":
         yield Refused("privacy", "federation.evaluate_at must not be after_local here: its figures are not noised")
+    if (policy.least_noise or policy.evaluate == "noised") and config.federation.never_picked == "fit":
+        text = "federation.never_picked must be apart here: figures after fitting to training images would reveal them"
+        yield Refused("privacy", text)
     at_client = settings is not None and settings.noise_at == "client"
     noise = settings.noise if settings is not None and at_client else 0.0
     if noise is not None and noise < policy.least_noise:
