@@ -85,12 +85,19 @@ def test_a_stored_config_may_name_what_is_not_here() -> None:
         rule(stored.aggregation)
 
 
+OLD_DEFAULTS: dict[str, Any] = {
+    "train": {"lr": 0.01, "momentum": 0.9, "schedule": "constant", "clip_norm": None},
+    "federation": {"evaluate_last": 10},
+}
+
+
 @pytest.mark.parametrize(
     ("values", "digest", "family"),
     [
-        ({}, "88a99d00ec03ac33", "19fe4d3f4a4408b6"),
+        ({**OLD_DEFAULTS}, "88a99d00ec03ac33", "19fe4d3f4a4408b6"),
         (
             {
+                **OLD_DEFAULTS,
                 "name": "tiny",
                 "seed": 3,
                 "data": {"source": "tiny", "format": "tiny", "train_per_cell": 4},

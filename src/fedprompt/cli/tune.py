@@ -34,8 +34,8 @@ def tune(
     from fedprompt.tuning.space import read_section
 
     section = read_section(section)
+    from fedprompt.tuning.run_studies import studies_directory, tune
     from fedprompt.tuning.study_page import HEAD, given_rows, unequal
-    from fedprompt.tuning.tune import studies_directory, tune
 
     directory = studies_directory(alike[0])
     outcomes, page = tune(

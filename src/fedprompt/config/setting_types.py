@@ -72,7 +72,11 @@ class Grown(Section):
     def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
         defaults = {name: type(self).model_fields[name].default for name in self.later}
-        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in defaults or getattr(self, name) != defaults[name]
+        }
 
 
 class Extensible(Grown):

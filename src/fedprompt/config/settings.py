@@ -144,8 +144,18 @@ class BackboneConfig(Extensible):
     """Settings of a backbone that is not of this package."""
 
 
-class TrainConfig(Section):
+class TrainConfig(Grown):
     """Local training of one client in one round."""
+
+    later: ClassVar[tuple[str, ...]] = (
+        "optimizer",
+        "betas",
+        "schedules",
+        "warmup_epochs",
+        "warmup_lr",
+        "random_crop",
+        "random_flip",
+    )
 
     epochs: Annotated[int, Field(ge=1, le=MOST_EPOCHS)] = 1
     """Passes over a client's training images in one round."""
@@ -187,7 +197,7 @@ class TrainConfig(Section):
 class FederationConfig(Grown):
     """Rounds, participation, aggregation and evaluation."""
 
-    later: ClassVar[tuple[str, ...]] = ("evaluate_on", "select", "patience")
+    later: ClassVar[tuple[str, ...]] = ("evaluate_on", "select", "patience", "never_picked")
 
     rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 10
     """Number of rounds."""

@@ -69,8 +69,6 @@ class World:
     """Side of a patch in pixels."""
     class_names: tuple[str, ...]
     client_names: Sequence[str]
-    epochs: int = 1
-    """E, local epochs of a round."""
     newcomers: frozenset[int] = frozenset()
     """Clients held out: they never train, and only they are evaluated."""
     roles: Roles = field(default_factory=Roles)
@@ -81,6 +79,8 @@ class World:
     dtype: torch.dtype = torch.float32
     blank: Callable[[], Tensor] | None = None
     """The patch tokens (L, d) that enter each block for a blank image, mean over patches; zeros when absent."""
+    epochs: int = 1
+    """E, local epochs of a round."""
 
     def initial_prompt(self, kind: PromptStart, blocks: Sequence[int], tokens: int, generator: Stream) -> Tensor:
         """Initial prompts (len(blocks), tokens, d) of the listed blocks."""

@@ -44,11 +44,12 @@ class Experiment:
     """One config, ready to run. Building it checks everything that can be checked before the first image is decoded."""
 
     def __init__(self, config: Config | Mapping[str, Any]) -> None:
-        config, sentence = with_image_size(config if isinstance(config, Config) else configuration.parse(config))
+        config = config if isinstance(config, Config) else configuration.parse(config)
+        check_extensions(config)
+        config, sentence = with_image_size(config)
         self.notes = () if sentence is None else (sentence,)  # on defaults that were chosen
         self.factory = ExperimentFactory(config)
         self.config = self.factory.config
-        check_extensions(self.config)
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Iterable[str] = ()) -> Experiment:

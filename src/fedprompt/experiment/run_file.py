@@ -34,6 +34,8 @@ def refuse_another_run(config: Config, resume: bool) -> None:
         return
     run = Run(directory)
     try:
+        if resume and run.reader.version not in RunStore.versions:
+            raise run.reader.cannot_be_resumed()
         stored = run.reader.fact("config")
     finally:
         run.close()

@@ -105,13 +105,17 @@ class RunReader:
             self._tables = RunTables(self._connection, path, self.seconds, self.checked_bytes)
             self.version = self._tables.version
             if self.version not in self.versions:
-                raise RunError(
-                    f"run: {str(path)!r} must have format version {VERSION} to go on, got {self.version}: it can be read; "
-                    "give the new run another name="
-                )
+                raise self.cannot_be_resumed()
         except BaseException:
             self._connection.close()
             raise
+
+    def cannot_be_resumed(self) -> RunError:
+        """What is wrong with resuming a run of an older format."""
+        return RunError(
+            f"run: {str(self.directory / FILE)!r} must have format version {VERSION} to go on, got {self.version}: it can be "
+            "read; give the new run another name="
+        )
 
     def _open(self, path: Path) -> sqlite3.Connection:
         # SQLite needs extra files next to a run; if the directory is read-only there is no writer, and they are not needed

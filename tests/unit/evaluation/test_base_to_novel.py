@@ -292,6 +292,6 @@ def test_tables_have_more_columns_only_where_there_are_figures_for_them(novel: A
     assert ">Novel<" in render([done, plain])
 
     only_plain = comparison_table.comparison([plain])
-    assert comparison_table.columns(only_plain) == comparison_table.COLUMNS
+    assert comparison_table.all_columns(only_plain) == comparison_table.COLUMNS
     assert "hm" not in comparison_table.json_rows(only_plain)[0]
     assert comparison_table.NOVEL_EXPLANATION not in comparison_table.markdown(only_plain)

@@ -27,7 +27,7 @@ VALIDATION = {"evaluate_on": "validation", "evaluate_last": 1}
 
 
 def config(settings: Make, **federation: Any) -> dict[str, Any]:
-    method = {"name": "local"}  # keeps its head: the chosen round needs client states
+    method = {"name": "local", "prompt_init": "random"}  # keeps its head: the chosen round needs client states
     return settings(
         data={"train_per_cell": 12, "validation": 0.25},
         method=method,

@@ -69,7 +69,7 @@ def test_two_rounds_equal_a_naive_first_order_meta_learner(plain: Any, tmp_path:
     half = (0.5, 0.5, 0.5)
     values = plain(
         backbone={"name": str(tmp_path / "vit"), "mean": list(half), "std": list(half)},
-        method={**METHOD, "head": head, "inner_ratio": 0.7},
+        method={**METHOD, "head": head, "inner_ratio": 0.7, "prompt_init": "random"},
         train={"epochs": epochs},
         federation={"rounds": 2, "fraction": 0.5, "evaluate_every": 2, "evaluate_last": 0},
     )

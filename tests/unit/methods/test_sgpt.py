@@ -489,13 +489,19 @@ def test_with_equal_compute_both_stages_together_see_as_many_images_as_one(
     settings: Any, monkeypatch: pytest.MonkeyPatch, epochs: int
 ) -> None:
     shown: list[tuple[str, list[int]]] = []
-    plain = local_training.step_loss
+    loaded: list[int] = []
+    plain, load = local_training.step_loss, Images.load
 
-    def spied(step: Any, world: World, params: Tensors, images: Images, positions: Tensor, noise: Tensors) -> Tensor:
-        shown.append((type(step).__name__, images.images.indices[images.positions.numpy()].tolist()))
-        return plain(step, world, params, images, positions, noise)
+    def spied(step: Any, *rest: Any) -> Tensor:
+        shown.append((type(step).__name__, list(loaded)))
+        return plain(step, *rest)
+
+    def loads(images: Images, positions: Tensor, *rest: Any) -> Any:
+        loaded[:] = images.indices[positions.numpy()].tolist()
+        return load(images, positions, *rest)
 
     monkeypatch.setattr(local_training, "step_loss", spied)
+    monkeypatch.setattr(Images, "load", loads)
     for equal, budget in ((True, 1), (False, 2)):
         bench = Bench(settings(train={"epochs": epochs}), SGPT(groups=2, equal_compute=equal))
         shown.clear()

@@ -19,7 +19,7 @@ from fedprompt.report.comparison_table import comparison, notes
 from fedprompt.tuning import study
 from fedprompt.tuning.halving import planned_rounds
 from fedprompt.tuning.outcome import Outcome
-from fedprompt.tuning.tune import tune
+from fedprompt.tuning.run_studies import tune
 
 Make = Callable[..., dict[str, Any]]
 TRIALS, ROUNDS = 5, 3
