@@ -50,7 +50,8 @@ def disk(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         raise StorageError(f"output.directory must be writable and have room, got {str(path)!r}: {error}") from error
     except DAMAGE as error:
-        raise RunError(f"run: {str(path)!r} is not a readable run file: {error}") from error
+        file = path if path.suffix == ".db" else path / "run.db"
+        raise RunError(f"run: {str(file)!r} is not a readable run file: {error}") from error
     except OSError as error:
         raise StorageError(
             f"output.directory must be writable and have room, got {str(path)!r}: {error.strerror}"

@@ -166,7 +166,7 @@ class RunReader:
         try:
             self._connection.execute("BEGIN")
         except DAMAGE as error:
-            raise RunError(f"run: {str(self.directory)!r} is not a readable run file: {error}") from error
+            raise RunError(f"run: {str(self.directory / FILE)!r} is not a readable run file: {error}") from error
         try:
             yield
         finally:
