@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fedprompt.client.local_training import Trained
+from fedprompt.client.local_training import TrainingResult
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.core import wire
 from fedprompt.core.method import Method, Progress, Stage
@@ -118,8 +118,8 @@ def trained_alone(
     fitting: bool = False,
 ) -> tuple[Tensors, Progress]:
     """What some stages make of one client's parameters."""
-    result = runtime._trained(stages, {client: params}, round, purpose, fitting)[client]
-    assert isinstance(result, Trained), result
+    result = runtime._train_locally(stages, {client: params}, round, purpose, fitting)[client]
+    assert isinstance(result, TrainingResult), result
     return result.params, result.progress
 
 

@@ -17,7 +17,7 @@ Plan = tuple[Tensor, list[int]]  # positions (steps, batch size) of a client's i
 
 
 @dataclass(frozen=True)
-class Timetable:
+class BatchSchedule:
     """The batches of N clients, those with most steps first. Short batches and short clients are filled up."""
 
     positions: Tensor  # (N, steps, batch size) among the client's images
@@ -65,14 +65,14 @@ def _cut(positions: Tensor, size: int) -> Plan:
     return positions.view(-1, size), sizes
 
 
-def timetable(images: Sequence[Images], plans: Sequence[Plan]) -> Timetable:
+def batch_schedule_of(images: Sequence[Images], plans: Sequence[Plan]) -> BatchSchedule:
     longest, width = (max(positions.shape[axis] for positions, _ in plans) for axis in (0, 1))
     places = torch.stack([_filled_up(positions, longest, width) for positions, _ in plans])
     before = np.cumsum([0, *(len(own) for own in images[:-1])])
     everywhere = places + torch.from_numpy(before).view(-1, 1, 1)  # in all clients' images, one after the other
     indices = torch.from_numpy(np.concatenate([own.indices for own in images]))[everywhere]
     labels = torch.cat([own.labels for own in images])
-    return Timetable(places, indices, labels[everywhere.to(labels.device)], [sizes for _, sizes in plans])
+    return BatchSchedule(places, indices, labels[everywhere.to(labels.device)], [sizes for _, sizes in plans])
 
 
 def _filled_up(positions: Tensor, steps: int, width: int) -> Tensor:

@@ -26,7 +26,7 @@ Axes = Mapping[str, tuple[int, int]]  # by draw, the axis that goes over the ima
 
 
 @dataclass(frozen=True)
-class Demand:
+class StepNeeds:
     """What a step asks of the backbone."""
 
     per_image: int
@@ -40,7 +40,7 @@ class Demand:
     """Whether several clients can share a pass."""
 
 
-class Demands:
+class BatchSizer:
     """Finds out what steps ask for. Only sizes decide, so the bits of a run depend neither on the machine nor on its history.
 
     Folding clients pays as long as a batch is too small to keep the matrix products busy; beyond `ENOUGH_ROWS` tokens it only
@@ -50,32 +50,32 @@ class Demands:
     def __init__(self, world: World, cohort: int | Literal["auto"], noise: Noise, augmented: bool = False) -> None:
         """`augmented` says whether features of training images are computed in every step."""
         self._world, self._cohort, self._noise, self._augmented = world, cohort, noise, augmented
-        self._known: list[tuple[Method, bool, object, Demand]] = []
+        self._known: list[tuple[Method, bool, object, StepNeeds]] = []
 
     @property
     def most(self) -> int:
         """Clients whose parameters are held at the same time."""
         return MOST_CLIENTS if self._cohort == "auto" else self._cohort
 
-    def clients(self, demand: Demand, batch: int) -> int:
+    def clients(self, step_needs: StepNeeds, batch: int) -> int:
         """How many clients share a pass, with batches of so many images."""
-        if not demand.foldable:
+        if not step_needs.foldable:
             return 1
         if self._cohort != "auto":
             return self._cohort
-        return max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, demand.per_image * batch + demand.per_client)))
+        return max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, step_needs.per_image * batch + step_needs.per_client)))
 
-    def of(self, step: Method, params: Tensors, images: Images, training: bool) -> Demand:
+    def of(self, step: Method, params: Tensors, images: Images, training: bool) -> StepNeeds:
         """The demand of a step on clients whose parameters look like these; asked of one image."""
-        kind = alike(params)
-        for known, trained, looks, demand in self._known:
+        kind = shapes_of(params)
+        for known, trained, looks, step_needs in self._known:
             if trained == training and looks == kind and known == step:
-                return demand
-        found = self._asked(step, params, images, training)
+                return step_needs
+        found = self._measure(step, params, images, training)
         self._known.append((step, training, kind, found))
         return found
 
-    def _asked(self, step: Method, params: Tensors, images: Images, training: bool) -> Demand:
+    def _measure(self, step: Method, params: Tensors, images: Images, training: bool) -> StepNeeds:
         world, first, anew = self._world, torch.zeros(1, dtype=torch.long), training and self._augmented
         one = images.load(first, step.needs, whole_views(1)) if anew else images
         image = make_batch(step, one, first, training)
@@ -84,7 +84,7 @@ class Demands:
         tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
         passes = changes_images(given, step.reads)
         features_first = anew and (bool(step.needs) or not passes)
-        return Demand(
+        return StepNeeds(
             per_image=(given.repeat * tokens if passes else 0) + (world.tokens if features_first else 0),
             per_client=sum(world.classes * (context.tokens.shape[-2] + NAME_TOKENS) for context in given.text.values()),
             features=(*step.needs, *((tokens_name(first_block(given)),) if passes else step.reads)),
@@ -116,6 +116,6 @@ class Demands:
         return self._noise(step, size, training, stream(0, 0, SERVER, "sizes"))
 
 
-def alike(params: Tensors) -> tuple[Any, ...]:
+def shapes_of(params: Tensors) -> tuple[Any, ...]:
     """Clients can be stacked if they agree on this."""
     return tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(params.items()))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprompt.client.batch_schedule import Timetable
-from fedprompt.client.batch_sizing import Axes, Demand
+from fedprompt.client.batch_schedule import BatchSchedule
+from fedprompt.client.batch_sizing import Axes, StepNeeds
 from fedprompt.client.step import changes_images, encode_text, first_block, inserted
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.feature_tables import LoadedRows, tokens_name
@@ -27,14 +27,14 @@ from fedprompt.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class Together:
+class StackedParams:
     """Parameters of several clients: stacked (N, ...), but for those that all have in common."""
 
     stacked: Tensors
     common: Tensors = field(default_factory=dict)
 
     @classmethod
-    def of(cls, each: Sequence[Tensors], trained: Sequence[str] = ()) -> Together:
+    def of(cls, each: Sequence[Tensors], trained: Sequence[str] = ()) -> StackedParams:
         """`trained` are those that will differ, however they begin."""
         stacked, common = {}, {}
         for name, first in each[0].items():
@@ -49,16 +49,16 @@ class Together:
     def of_client(self, place: int) -> Tensors:
         return {**self.common, **{name: tensor[place] for name, tensor in self.stacked.items()}}
 
-    def first(self, count: int) -> Together:
-        return Together({name: tensor[:count] for name, tensor in self.stacked.items()}, self.common)
+    def first(self, count: int) -> StackedParams:
+        return StackedParams({name: tensor[:count] for name, tensor in self.stacked.items()}, self.common)
 
-    def changed(self, changes: Tensors) -> Together:
+    def changed(self, changes: Tensors) -> StackedParams:
         """With other values of the first clients, as many as the changes have."""
         stacked = dict(self.stacked)
         for name, tensor in changes.items():
             rest = stacked[name][len(tensor) :] if name in stacked else tensor[:0]
             stacked[name] = torch.cat([tensor, rest]) if len(rest) else tensor
-        return Together(stacked, {name: tensor for name, tensor in self.common.items() if name not in changes})
+        return StackedParams(stacked, {name: tensor for name, tensor in self.common.items() if name not in changes})
 
 
 def _is_same(first: Tensor, other: Tensor) -> bool:
@@ -69,7 +69,7 @@ def _is_same(first: Tensor, other: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Folded:
+class StackedBatch:
     """A batch of N clients, B images each."""
 
     labels: Tensor  # (N, B)
@@ -82,16 +82,16 @@ class Folded:
     @classmethod
     def of(
         cls,
-        table: Timetable,
+        table: BatchSchedule,
         step: int,
         noise: Sequence[Tensors],
-        demand: Demand,
+        step_needs: StepNeeds,
         method: Method,
         world: World,
         bank: ImageBank,
         training: bool,
         views: Sequence[Tensor] = (),
-    ) -> Folded:
+    ) -> StackedBatch:
         """One step of a timetable with the draws of its clients. Here its images are decoded, or read from the cache.
 
         Where images are augmented, `views` has those of every client.
@@ -103,10 +103,10 @@ class Folded:
         if min(sizes) < width:
             weights = (torch.arange(width) < torch.tensor(sizes)[:, None]).to(world.device, world.dtype)
         seen = fill_up([{"views": each} for each in views], sizes, {"views": (0, 1)})["views"] if views else None
-        rows = bank.load(indices.flatten(), demand.features, None if seen is None else seen.flatten(0, 1))
+        rows = bank.load(indices.flatten(), step_needs.features, None if seen is None else seen.flatten(0, 1))
         features = {name: rows[name].unflatten(0, indices.shape) for name in method.needs}
         labels = table.labels[:count, step, :width]
-        return cls(labels, rows, features, weights, fill_up(noise, sizes, demand.axes), training)
+        return cls(labels, rows, features, weights, fill_up(noise, sizes, step_needs.axes), training)
 
     @property
     def images(self) -> Tensors:
@@ -138,10 +138,12 @@ def over_clients(function: Callable[..., Any], *groups: Tensors) -> Any:
     return torch.func.vmap(flat)(*(tensor for group in groups for tensor in group.values()))
 
 
-def forward_together(step: Method, world: World, params: Together, bank: ImageBank, folded: Folded) -> Seen:
+def forward_of_clients(
+    step: Method, world: World, params: StackedParams, bank: ImageBank, folded: StackedBatch
+) -> Seen:
     """The frozen backbone once for all clients. What is seen has the clients in front: (N, rows of a client, ...)."""
     clients, size = folded.labels.shape
-    plan, slots, contexts, extra = _asked(step, world, params, folded)
+    plan, slots, contexts, extra = _prompts_of(step, world, params, folded)
     text = encode_text(world, plan.text, contexts)
     if not changes_images(plan, step.reads):
         found = {name: folded.rows[name].unflatten(0, (clients, size)) for name in step.reads}
@@ -154,7 +156,7 @@ def forward_together(step: Method, world: World, params: Together, bank: ImageBa
         tokens = tokens.unflatten(0, (clients, size)).repeat(1, plan.repeat, 1, 1).flatten(0, 1)
 
     def later(cls: Tensor) -> list[VisionPrompt]:
-        joining, more, asked = _asked_later(step, world, params, folded, cls)
+        joining, more, asked = _later_prompts(step, world, params, folded, cls)
         extra.update(more)
         return _folded(joining, asked)
 
@@ -163,17 +165,21 @@ def forward_together(step: Method, world: World, params: Together, bank: ImageBa
     return Seen(**{name: value.unflatten(0, (clients, -1)) for name, value in seen.items()}, text=text, extra=extra)
 
 
-def losses_together(step: Method, world: World, params: Together, bank: ImageBank, folded: Folded) -> Tensor:
+def losses_of_clients(
+    step: Method, world: World, params: StackedParams, bank: ImageBank, folded: StackedBatch
+) -> Tensor:
     """One loss for every client (N,)."""
 
     def loss(params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         logits = step.logits(world, params, seen, batch, noise)
         return step.loss(world, params, logits, seen, batch, noise)
 
-    return _read_out(loss, params, forward_together(step, world, params, bank, folded), folded)
+    return _read_out(loss, params, forward_of_clients(step, world, params, bank, folded), folded)
 
 
-def predictions_together(method: Method, world: World, params: Together, seen: Seen, folded: Folded) -> Tensor:
+def predictions_of_clients(
+    method: Method, world: World, params: StackedParams, seen: Seen, folded: StackedBatch
+) -> Tensor:
     """Probabilities (N, V, B, C) of V draws."""
 
     def predict(params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
@@ -183,7 +189,7 @@ def predictions_together(method: Method, world: World, params: Together, seen: S
 
 
 def _read_out(
-    read: Callable[[Tensors, Seen, Batch, Tensors], Tensor], params: Together, seen: Seen, folded: Folded
+    read: Callable[[Tensors, Seen, Batch, Tensors], Tensor], params: StackedParams, seen: Seen, folded: StackedBatch
 ) -> Tensor:
     rows = _rows_of(seen)
 
@@ -211,8 +217,8 @@ def _rows_of(seen: Seen) -> Tensors:
     return {name: value for name in names if (value := getattr(seen, name)) is not None and value.dim() > 1}
 
 
-def _asked(
-    step: Method, world: World, params: Together, folded: Folded
+def _prompts_of(
+    step: Method, world: World, params: StackedParams, folded: StackedBatch
 ) -> tuple[Prompts, tuple[Tensor, ...], Tensors, Tensors]:
     """What the method wants inserted: the plan of one client, and the tensors of all of them."""
     if type(step).prompts is Method.prompts:
@@ -232,8 +238,8 @@ def _asked(
     return plans[0], slots, contexts, dict(extra)
 
 
-def _asked_later(
-    step: Method, world: World, params: Together, folded: Folded, cls: Tensor
+def _later_prompts(
+    step: Method, world: World, params: StackedParams, folded: StackedBatch, cls: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensors, tuple[VisionPrompt, ...]]:
     plans: list[Prompts] = []
 

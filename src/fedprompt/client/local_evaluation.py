@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from fedprompt.client.advance import Advance, Listener
-from fedprompt.client.batch_schedule import Plan, in_order, mixed_order, timetable
-from fedprompt.client.batch_sizing import Demand, Demands, Noise, alike
-from fedprompt.client.batched_clients import Folded, Together, forward_together, predictions_together, seen_by
+from fedprompt.client.batch_schedule import Plan, batch_schedule_of, in_order, mixed_order
+from fedprompt.client.batch_sizing import BatchSizer, Noise, StepNeeds, shapes_of
+from fedprompt.client.batched_clients import (
+    StackedBatch,
+    StackedParams,
+    forward_of_clients,
+    predictions_of_clients,
+    seen_by,
+)
 from fedprompt.client.step import forward, make_batch
 from fedprompt.config import Config
 from fedprompt.core.method import Method, World
@@ -51,10 +57,10 @@ class Testing:
         method: Method,
         bank: ImageBank,
         noise: Noise,
-        demands: Demands,
+        sizer: BatchSizer,
     ) -> None:
         self.config, self.world, self.method, self.bank = config, world, method, bank
-        self.noise, self.demands = noise, demands
+        self.noise, self.sizer = noise, sizer
         self.listener: Listener | None = None
         self._advance = Advance(None, "", 0, 0)
 
@@ -65,11 +71,11 @@ class Testing:
         steps = sum(math.ceil(len(each) / batch) for each in images.values())
         self._advance = Advance(self.listener, "testing", len(params), steps)
         with torch.no_grad():
-            for group, demand in self._groups(params, images):
+            for group, step_needs in self._groups(params, images):
                 if len(group) == 1:
-                    found[group[0]] = self._alone(group[0], demand, params[group[0]], images[group[0]], round)
+                    found[group[0]] = self._alone(group[0], step_needs, params[group[0]], images[group[0]], round)
                 else:
-                    found |= self._together(group, demand, params, images, round)
+                    found |= self._together(group, step_needs, params, images, round)
         for client, (probabilities, _) in found.items():
             if not torch.isfinite(probabilities).all():
                 name = self.world.client_names[client]
@@ -80,30 +86,30 @@ class Testing:
 
     def _groups(
         self, params: Mapping[int, Tensors], images: Mapping[int, Images]
-    ) -> Iterator[tuple[list[int], Demand]]:
+    ) -> Iterator[tuple[list[int], StepNeeds]]:
         """Clients that are tested together, those with more images first: as a batch goes on, those that are done fall off."""
         kinds: dict[object, list[int]] = {}
         for client in sorted(params, key=lambda client: -len(images[client])):
-            kinds.setdefault(alike(params[client]), []).append(client)
+            kinds.setdefault(shapes_of(params[client]), []).append(client)
         for clients in kinds.values():
             first, most = clients[0], min(len(images[clients[0]]), self.config.federation.evaluation_batch)
-            demand = self.demands.of(self.method, params[first], images[first], training=False)
-            size = self.demands.clients(demand, most)
+            step_needs = self.sizer.of(self.method, params[first], images[first], training=False)
+            size = self.sizer.clients(step_needs, most)
             for start in range(0, len(clients), size):
                 ahead = [
                     torch.from_numpy(images[client].indices) for client in clients[start + size : start + 2 * size]
                 ]
                 if ahead:  # decoded while these are tested
-                    self.bank.prefetch(torch.cat(ahead), demand.features)
-                yield clients[start : start + size], demand
+                    self.bank.prefetch(torch.cat(ahead), step_needs.features)
+                yield clients[start : start + size], step_needs
 
-    def _alone(self, client: int, demand: Demand, params: Tensors, images: Images, round: int) -> Predicted:
+    def _alone(self, client: int, step_needs: StepNeeds, params: Tensors, images: Images, round: int) -> Predicted:
         draws, numbers = [], Means()
         generator = stream(self.config.seed, round, client, "evaluation")
         rows, sizes = self._plan(len(images))
         for row, size in zip(rows, sizes, strict=True):
             positions = row[:size]
-            loaded, everything = images.load(positions, demand.features), torch.arange(len(positions))
+            loaded, everything = images.load(positions, step_needs.features), torch.arange(len(positions))
             batch = make_batch(self.method, loaded, everything, training=False)
             noise = self.noise(self.method, len(positions), False, generator)
             seen = forward(self.method, self.world, params, loaded, everything, batch, noise)
@@ -115,25 +121,25 @@ class Testing:
     def _together(
         self,
         clients: list[int],
-        demand: Demand,
+        step_needs: StepNeeds,
         params: Mapping[int, Tensors],
         images: Mapping[int, Images],
         round: int,
     ) -> dict[int, Predicted]:
         method = self.method
-        together = Together.of([params[client] for client in clients])
+        stacked = StackedParams.of([params[client] for client in clients])
         draws = [stream(self.config.seed, round, client, "evaluation") for client in clients]
         own = [images[client] for client in clients]
-        table = timetable(own, [self._plan(len(each)) for each in own])
+        table = batch_schedule_of(own, [self._plan(len(each)) for each in own])
         parts: dict[int, list[Tensor]] = {client: [] for client in clients}
         numbers = {client: Means() for client in clients}
         for step in range(table.steps):
             sizes = table.now(step)
             noise = [self.noise(method, each, False, draws[place]) for place, each in enumerate(sizes)]
-            folded = Folded.of(table, step, noise, demand, method, self.world, self.bank, training=False)
-            working = together.first(len(sizes))
-            seen = forward_together(method, self.world, working, self.bank, folded)
-            found = predictions_together(method, self.world, working, seen, folded)
+            folded = StackedBatch.of(table, step, noise, step_needs, method, self.world, self.bank, training=False)
+            working = stacked.first(len(sizes))
+            seen = forward_of_clients(method, self.world, working, self.bank, folded)
+            found = predictions_of_clients(method, self.world, working, seen, folded)
             for place, (client, each) in enumerate(zip(clients, sizes, strict=False)):  # some may be done
                 parts[client].append(found[place, :, :each])
                 batch = folded.of_client(place)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.client.advance import Advance, Listener
-from fedprompt.client.batch_schedule import Plan, Timetable, shuffled, timetable
-from fedprompt.client.batch_sizing import Demand, Demands, Noise, alike
-from fedprompt.client.batched_clients import Folded, Together, losses_together, over_clients
+from fedprompt.client.batch_schedule import BatchSchedule, Plan, batch_schedule_of, shuffled
+from fedprompt.client.batch_sizing import BatchSizer, Noise, StepNeeds, shapes_of
+from fedprompt.client.batched_clients import StackedBatch, StackedParams, losses_of_clients, over_clients
 from fedprompt.client.optimizers import OptimizerState, RateSchedule, optimizer_step, rate_schedule
 from fedprompt.client.step import step_loss
 from fedprompt.config import Config
@@ -34,7 +34,7 @@ Gradients = Callable[[int, Tensors], Tensors]  # what becomes of the gradients o
 
 
 @dataclass(frozen=True)
-class Trainee:
+class TrainingJob:
     """A client with what it trains on and from."""
 
     client: int
@@ -43,7 +43,7 @@ class Trainee:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """What training made of a client."""
 
     params: Tensors
@@ -53,13 +53,13 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class LinedUp:
+class ClientBatch:
     """The clients of a stage, in the order of the rows of everything here."""
 
     clients: list[int]
     images: list[Images]
-    table: Timetable
-    demand: Demand
+    table: BatchSchedule
+    step_needs: StepNeeds
     draws: list[Stream]
     """Of the random draws of the steps."""
     augmentation: list[Stream]
@@ -70,8 +70,8 @@ class LinedUp:
 class LocalTraining:
     """Runs the stages of a method for clients whose images and parameters are at hand."""
 
-    def __init__(self, config: Config, world: World, bank: ImageBank, noise: Noise, demands: Demands) -> None:
-        self.config, self.world, self.bank, self.noise, self.demands = config, world, bank, noise, demands
+    def __init__(self, config: Config, world: World, bank: ImageBank, noise: Noise, sizer: BatchSizer) -> None:
+        self.config, self.world, self.bank, self.noise, self.sizer = config, world, bank, noise, sizer
         self.listener: Listener | None = None
         self.gauge: Gauge | None = None
         self._gauge: Gauge | None = None  # in the first round
@@ -80,50 +80,50 @@ class LocalTraining:
     def run(
         self,
         stages: Sequence[Stage],
-        trainees: Sequence[Trainee],
+        jobs: Sequence[TrainingJob],
         round: int,
         purpose: str = "",
         fitting: bool = False,
         gradients: Gradients | None = None,
-    ) -> list[Trained | DivergenceError]:
+    ) -> list[TrainingResult | DivergenceError]:
         """Train all; a client whose loss is not finite fails alone.
 
         `fitting` before an evaluation is no part of the schedule and starts at the full rates. `gradients` changes the
         gradients of a client before they are used.
         """
         if self.listener is not None:
-            steps = sum(self.steps(stages, trainee.images, trainee.client) for trainee in trainees)
+            steps = sum(self.steps(stages, job.images, job.client) for job in jobs)
             doing = "fitting" if fitting or purpose else "training"
-            self._advance = Advance(self.listener, doing, len(trainees), steps)
+            self._advance = Advance(self.listener, doing, len(jobs), steps)
         self._gauge = self.gauge if round == 1 and not purpose and not fitting else None
-        found: dict[int, Trained | DivergenceError] = {}
-        kinds: dict[object, list[Trainee]] = {}
-        for trainee in trainees:
-            kinds.setdefault(alike(trainee.params), []).append(trainee)
+        found: dict[int, TrainingResult | DivergenceError] = {}
+        kinds: dict[object, list[TrainingJob]] = {}
+        for job in jobs:
+            kinds.setdefault(shapes_of(job.params), []).append(job)
         for group in kinds.values():
             found |= self._group(stages, group, round, purpose, fitting, gradients)
-        return [found[trainee.client] for trainee in trainees]
+        return [found[job.client] for job in jobs]
 
     def _group(
         self,
         stages: Sequence[Stage],
-        trainees: list[Trainee],
+        jobs: list[TrainingJob],
         round: int,
         purpose: str,
         fitting: bool,
         gradients: Gradients | None,
-    ) -> dict[int, Trained | DivergenceError]:
+    ) -> dict[int, TrainingResult | DivergenceError]:
         """Clients whose parameters have the same names and shapes."""
-        tallies = {trainee.client: Tally() for trainee in trainees}
-        params = {trainee.client: trainee.params for trainee in trainees}
+        tallies = {job.client: Tally() for job in jobs}
+        params = {job.client: job.params for job in jobs}
         for stage in stages:
             if not stage.trainable or not stage.epochs or stage.steps == 0:
                 continue
-            for line in self._lined_up(stage, trainees, params, round, purpose, fitting):
-                together = Together.of([params[client] for client in line.clients], stage.trainable)
-                together, losses = self._stage(stage, together, line, gradients)
+            for line in self._client_batches(stage, jobs, params, round, purpose, fitting):
+                stacked = StackedParams.of([params[client] for client in line.clients], stage.trainable)
+                stacked, losses = self._stage(stage, stacked, line, gradients)
                 for place, client in enumerate(line.clients):
-                    params[client] = together.of_client(place)
+                    params[client] = stacked.of_client(place)
                     sizes = line.table.sizes[place]
                     tallies[client].add(losses[place], sizes, line.rates.sums(place, len(sizes)))
         return {
@@ -131,29 +131,29 @@ class LocalTraining:
             for client, tally in tallies.items()
         }
 
-    def _lined_up(
+    def _client_batches(
         self,
         stage: Stage,
-        trainees: Sequence[Trainee],
+        jobs: Sequence[TrainingJob],
         params: Mapping[int, Tensors],
         round: int,
         purpose: str,
         fitting: bool,
-    ) -> Iterator[LinedUp]:
+    ) -> Iterator[ClientBatch]:
         """The clients of a stage with all they need, those with most steps first, as many at a time as make a good batch."""
         train, seed = self.config.train, self.config.seed
         plans: dict[int, Plan] = {}
         shares: dict[int, Images] = {}
-        for trainee in trainees:
-            client = trainee.client
+        for job in jobs:
+            client = job.client
             order = stream(seed, round, client, f"{purpose}batches.{stage.name}")
-            shares[client] = self.share(trainee.images, stage, client)
+            shares[client] = self.share(job.images, stage, client)
             plans[client] = shuffled(len(shares[client]), train.batch_size, stage.epochs, stage.steps, order)
         clients = sorted(plans, key=lambda client: -len(plans[client][1]))
         rounds = self.config.federation.rounds
         most = max(max(sizes) for _, sizes in plans.values())
-        demand = self.demands.of(stage.step, params[clients[0]], shares[clients[0]], training=True)
-        size = self.demands.clients(demand, most)
+        step_needs = self.sizer.of(stage.step, params[clients[0]], shares[clients[0]], training=True)
+        size = self.sizer.clients(step_needs, most)
         for start in range(0, len(clients), size):
             group = clients[start : start + size]
             images = [shares[client] for client in group]
@@ -161,25 +161,25 @@ class LocalTraining:
             if ahead and train.augmented:  # decoded while this group trains
                 self.bank.decode_ahead(torch.cat(ahead))
             elif ahead:
-                self.bank.prefetch(torch.cat(ahead), demand.features)
+                self.bank.prefetch(torch.cat(ahead), step_needs.features)
             draws, augmentation = (
                 [stream(seed, round, client, f"{purpose}{what}.{stage.name}") for client in group]
                 for what in ("noise", "augmentation")
             )
             steps = [len(plans[client][1]) for client in group]
             rates = rate_schedule(train, stage.trainable, steps, stage.epochs, max(round, 1), rounds, fitting)
-            table = timetable(images, [plans[client] for client in group])
-            yield LinedUp(group, images, table, demand, draws, augmentation, rates)
+            table = batch_schedule_of(images, [plans[client] for client in group])
+            yield ClientBatch(group, images, table, step_needs, draws, augmentation, rates)
 
     def _stage(
-        self, stage: Stage, together: Together, line: LinedUp, gradients: Gradients | None
-    ) -> tuple[Together, Tensor]:
+        self, stage: Stage, stacked: StackedParams, line: ClientBatch, gradients: Gradients | None
+    ) -> tuple[StackedParams, Tensor]:
         """All steps of a stage: the parameters after it, and the losses (N, steps)."""
         losses: list[Tensor] = []
         state = OptimizerState()
         for number in range(line.table.steps):
             count = len(line.table.now(number))
-            now = together.first(count)
+            now = stacked.first(count)
             leaves = {name: now.stacked[name].detach().requires_grad_() for name in stage.trainable}
             inputs = self._load(stage.step, line, number)
             loss = self._losses(stage.step, now.changed(leaves), inputs)
@@ -194,19 +194,19 @@ class LocalTraining:
                     gradients(client, {name: slope[place] for name, slope in slopes.items()})
                     for place, client in enumerate(line.clients[:count])
                 ]
-                slopes = Together.of(each, stage.trainable).stacked
+                slopes = StackedParams.of(each, stage.trainable).stacked
             before = {name: now.stacked[name] for name in stage.trainable}
             state = state.of_first_clients(count)
             stepped, state = optimizer_step(before, slopes, state, line.rates.at(number), self.config.train, number)
             if self._gauge is not None:
                 self._gauge.add(before, slopes, stepped, last=number + 1 == line.table.steps)
-            together = together.changed(self._corrected(stage.step, stepped, now, number))
+            stacked = stacked.changed(self._corrected(stage.step, stepped, now, number))
             done = len(line.clients) - count
             losses.append(F.pad(loss.detach(), (0, done)) if done else loss.detach())
             self._advance.add(count)
-        return together, torch.stack(losses, dim=1)
+        return stacked, torch.stack(losses, dim=1)
 
-    def _load(self, method: Method, line: LinedUp, number: int) -> Folded | tuple[LoadedImages, Tensors]:
+    def _load(self, method: Method, line: ClientBatch, number: int) -> StackedBatch | tuple[LoadedImages, Tensors]:
         """The images and random draws of one step, of one client or of several."""
         sizes = line.table.now(number)
         noise = [self.noise(method, size, True, line.draws[place]) for place, size in enumerate(sizes)]
@@ -215,18 +215,20 @@ class LocalTraining:
         views = [draw_views(train, size, draws) for size, draws in pairs] if train.augmented else []
         if len(sizes) == 1:
             positions = line.table.positions[0, number, : sizes[0]]
-            return line.images[0].load(positions, line.demand.features, views[0] if views else None), noise[0]
-        return Folded.of(line.table, number, noise, line.demand, method, self.world, self.bank, True, views)
+            return line.images[0].load(positions, line.step_needs.features, views[0] if views else None), noise[0]
+        return StackedBatch.of(line.table, number, noise, line.step_needs, method, self.world, self.bank, True, views)
 
-    def _losses(self, method: Method, params: Together, inputs: Folded | tuple[LoadedImages, Tensors]) -> Tensor:
+    def _losses(
+        self, method: Method, params: StackedParams, inputs: StackedBatch | tuple[LoadedImages, Tensors]
+    ) -> Tensor:
         """The losses (N,) of one step."""
-        if isinstance(inputs, Folded):
-            return losses_together(method, self.world, params, self.bank, inputs)
+        if isinstance(inputs, StackedBatch):
+            return losses_of_clients(method, self.world, params, self.bank, inputs)
         images, noise = inputs
         everything = torch.arange(len(images))
         return step_loss(method, self.world, params.of_client(0), images, everything, noise).unsqueeze(0)
 
-    def _corrected(self, method: Method, stepped: Tensors, before: Together, number: int) -> Tensors:
+    def _corrected(self, method: Method, stepped: Tensors, before: StackedParams, number: int) -> Tensors:
         """What the method makes of the optimiser's step of every client."""
         if type(method).after_step is Method.after_step:
             return stepped
@@ -272,10 +274,12 @@ class Tally:
         for name, total in rates.items():
             self.sizes[name] = self.sizes.get(name, 0.0) + total
 
-    def outcome(self, params: Tensors, name: str, round: int) -> Trained | DivergenceError:
+    def outcome(self, params: Tensors, name: str, round: int) -> TrainingResult | DivergenceError:
         if self.diverged is not None:
             return DivergenceError(
                 f"training loss of client {name!r} in round {round} must be finite, got {self.diverged}; "
                 "try a smaller train.lr or train.lrs"
             )
-        return Trained(params, Progress(self.steps, self.sizes), self.losses / self.images if self.images else None)
+        return TrainingResult(
+            params, Progress(self.steps, self.sizes), self.losses / self.images if self.images else None
+        )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fedprompt.client.advance import Listener
-from fedprompt.client.batch_sizing import Demands
+from fedprompt.client.batch_sizing import BatchSizer
 from fedprompt.client.client_states import ClientStates
 from fedprompt.client.local_evaluation import Testing
-from fedprompt.client.local_training import LocalTraining, Trained, Trainee
+from fedprompt.client.local_training import LocalTraining, TrainingJob, TrainingResult
 from fedprompt.client.step import forward, make_batch, step_loss
 from fedprompt.config import Config
 from fedprompt.core import wire
@@ -36,7 +36,7 @@ from fedprompt.random_streams import Stream, stream
 from fedprompt.tensors import Tensors
 
 
-def _sound(result: Trained | DivergenceError) -> Trained:
+def _sound(result: TrainingResult | DivergenceError) -> TrainingResult:
     if isinstance(result, DivergenceError):
         raise result
     return result
@@ -69,9 +69,9 @@ class ClientRuntime:
         self.terms = terms  # of differential privacy, where it is asked for
         self.secret: Callable[[int, int], Words] = partial(_repeatable, config.seed)  # the bits of its noise
         self.blind = False  # whether a method that is evaluated may not ask for training images
-        self.demands = Demands(world, config.engine.cohort, self._noise, config.train.augmented)
-        self.training = LocalTraining(config, world, bank, self._noise, self.demands)
-        self.testing = Testing(config, world, method, bank, self._noise, self.demands)
+        self.sizer = BatchSizer(world, config.engine.cohort, self._noise, config.train.augmented)
+        self.training = LocalTraining(config, world, bank, self._noise, self.sizer)
+        self.testing = Testing(config, world, method, bank, self._noise, self.sizer)
 
     def listen(self, listener: Listener, measured: Measured) -> None:
         """Let listeners know how far training and testing are, and how large the first gradients are, unless they are secret."""
@@ -108,8 +108,8 @@ class ClientRuntime:
         stages = self.method.stages(self.world, self.config.train)
         trained = {
             **diverged,
-            **self._trained((), {client: begun[client] for client in idle}, round),
-            **self._trained(stages, {client: begun[client] for client in busy}, round, private=True),
+            **self._train_locally((), {client: begun[client] for client in idle}, round),
+            **self._train_locally(stages, {client: begun[client] for client in busy}, round, private=True),
         }
         return [
             self._answer(who[client], tensors, trained[client], bounds[client]) for client, tensors in received.items()
@@ -117,10 +117,10 @@ class ClientRuntime:
 
     def _begun(
         self, who: Mapping[int, Client], received: Mapping[int, Tensors]
-    ) -> tuple[dict[int, Tensors], dict[int, Trained | DivergenceError]]:
+    ) -> tuple[dict[int, Tensors], dict[int, TrainingResult | DivergenceError]]:
         """The parameters each client trains from, and the clients that diverged before training."""
         begun: dict[int, Tensors] = {}
-        diverged: dict[int, Trained | DivergenceError] = {}
+        diverged: dict[int, TrainingResult | DivergenceError] = {}
         for client, each in who.items():
             try:
                 begun[client] = self.method.begin(self.world, each, received[client], self._local(client, each))
@@ -129,7 +129,7 @@ class ClientRuntime:
         return begun, diverged
 
     def _answer(
-        self, who: Client, received: Tensors, trained: Trained | DivergenceError, clip: Tensor | None
+        self, who: Client, received: Tensors, trained: TrainingResult | DivergenceError, clip: Tensor | None
     ) -> LocalUpdate | DivergenceError:
         """The reply of a client that has trained. What stays local goes to the client's state."""
         if isinstance(trained, DivergenceError):
@@ -144,7 +144,7 @@ class ClientRuntime:
             return reply
         return corrupted(reply, wire.started_from(received, self.world.roles.shared), self.config.attack)
 
-    def _finished(self, who: Client, received: Tensors, trained: Trained) -> LocalUpdate:
+    def _finished(self, who: Client, received: Tensors, trained: TrainingResult) -> LocalUpdate:
         upload, local = self.method.finish(self.world, who, received, trained.params, trained.progress)
         wire.audit_local(local, self.world.roles, who.name)
         upload = {**upload, **self._statistics("round", who.round, who.index, trained.params, given=upload)}
@@ -190,7 +190,7 @@ class ClientRuntime:
 
     def cohort_size(self) -> int:
         """How many clients work at the same time."""
-        return self.demands.most
+        return self.sizer.most
 
     def steps(self, client: int) -> int:
         """How many steps a participation of the client takes."""
@@ -235,7 +235,7 @@ class ClientRuntime:
             ((*self._first_fit, *self._adapting), first),
             (self._adapting, others),
         ):
-            fitted = self._trained(stages, group, round, "adaptation.", fitting=True)
+            fitted = self._train_locally(stages, group, round, "adaptation.", fitting=True)
             for client, result in fitted.items():
                 params[client] = _sound(result).params
                 if elsewhere is not None:
@@ -254,7 +254,7 @@ class ClientRuntime:
             client: self.method.begin(self.world, each, received[client], local[client]) for client, each in who.items()
         }
         stages = self.method.stages(self.world, self.config.train)
-        trained = self._trained(stages, begun, next(iter(who.values())).round, "after_local.")
+        trained = self._train_locally(stages, begun, next(iter(who.values())).round, "after_local.")
         now, kept = dict(received), dict(local)
         for client, result in trained.items():
             own = _sound(result)
@@ -303,7 +303,7 @@ class ClientRuntime:
         """The same of any other client."""
         return self.method.adaptation(self.world, self.config.train)
 
-    def _trained(
+    def _train_locally(
         self,
         stages: Sequence[Stage],
         params: Mapping[int, Tensors],
@@ -311,9 +311,9 @@ class ClientRuntime:
         purpose: str = "",
         fitting: bool = False,
         private: bool = False,
-    ) -> dict[int, Trained | DivergenceError]:
+    ) -> dict[int, TrainingResult | DivergenceError]:
         """Train clients from these parameters. What is trained to be sent is `private` where every step is to be."""
-        trainees = [Trainee(client, self._training_images(client), own) for client, own in params.items()]
+        jobs = [TrainingJob(client, self._training_images(client), own) for client, own in params.items()]
         terms = self.terms if private and self.terms and self.terms.settings.noise_at == "step" else None
         secrets = {client: self.secret(round, client) for client in params} if terms is not None else {}
 
@@ -326,7 +326,7 @@ class ClientRuntime:
             }
 
         changed = None if terms is None else noised
-        return dict(zip(params, self.training.run(stages, trainees, round, purpose, fitting, changed), strict=True))
+        return dict(zip(params, self.training.run(stages, jobs, round, purpose, fitting, changed), strict=True))
 
     def _training_images(self, client: int) -> Images:
         images = self.bank.images(client, "train")

@@ -43,7 +43,7 @@ def keeps_strangers_out(folder: ServerFolder) -> bool:
 
 
 def has_limits(folder: ServerFolder) -> bool:
-    """Whether the doorkeeper works: it must refuse headers without an end that are longer than those of any node."""
+    """Whether the connection limits work: it must refuse headers without an end that are longer than those of any node."""
     connection = _connection(folder)
     try:
         connection.connect()

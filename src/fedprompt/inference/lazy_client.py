@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from fedprompt.backbones.vit import ViT
-from fedprompt.client.local_training import Trained
+from fedprompt.client.local_training import TrainingResult
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.core.method import Client, Progress, Stage
 from fedprompt.errors import DivergenceError
@@ -77,7 +77,7 @@ class LazyRuntime(ClientRuntime):
         known = partial(super()._client, client, round)
         return LateClient(client, self.world.client_names[client], round, self.config.seed, known)
 
-    def _trained(
+    def _train_locally(
         self,
         stages: Sequence[Stage],
         params: Mapping[int, Tensors],
@@ -85,7 +85,7 @@ class LazyRuntime(ClientRuntime):
         purpose: str = "",
         fitting: bool = False,
         private: bool = False,
-    ) -> dict[int, Trained | DivergenceError]:
+    ) -> dict[int, TrainingResult | DivergenceError]:
         if any(stage.trainable and stage.epochs and stage.steps != 0 for stage in stages):
-            return super()._trained(stages, params, round, purpose, fitting, private)
-        return {client: Trained(own, Progress(0, {}), None) for client, own in params.items()}
+            return super()._train_locally(stages, params, round, purpose, fitting, private)
+        return {client: TrainingResult(own, Progress(0, {}), None) for client, own in params.items()}

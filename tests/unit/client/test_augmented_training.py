@@ -15,7 +15,7 @@ from support import StopAfter, Stopped, content, experiment, local_tensors, run,
 from torch import Tensor
 
 from fedprompt.client.client_states import ClientStates
-from fedprompt.client.local_training import Trained
+from fedprompt.client.local_training import TrainingResult
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.config import Config, parse
 from fedprompt.core.method import Batch, Seen, Server, Upload, World
@@ -135,9 +135,9 @@ def test_training_on_augmented_images_stores_no_feature(settings: Any, changes: 
         who = runtime._client(client, 1)
         params[client] = runtime.method.begin(runtime.world, who, received, runtime._local(client, who))
     before = rows_stored(runtime)
-    trained = runtime._trained(runtime.method.stages(runtime.world, runtime.config.train), params, 1)
+    trained = runtime._train_locally(runtime.method.stages(runtime.world, runtime.config.train), params, 1)
     runtime.bank.tables.settle()
-    assert all(isinstance(each, Trained) for each in trained.values())
+    assert all(isinstance(each, TrainingResult) for each in trained.values())
     assert rows_stored(runtime) == before
     assert bool(before) == bool(runtime.world.roles.statistics("start"))  # prototypes are of the images themselves
 
@@ -187,8 +187,8 @@ def test_a_pass_for_features_counts_in_the_size_of_a_batch(settings: Any, method
         runtime = runtime_of(settings(method={"name": method}, train=train))
         who, images = runtime._client(0, 1), runtime.bank.images(0, "train")
         params = runtime.method.begin(runtime.world, who, received_by(runtime), runtime._local(0, who))
-        rows.append(runtime.demands.of(runtime.method, params, images, training=True).per_image)
-        tested = runtime.demands.of(runtime.method, params, images, training=False).per_image
+        rows.append(runtime.sizer.of(runtime.method, params, images, training=True).per_image)
+        tested = runtime.sizer.of(runtime.method, params, images, training=False).per_image
         assert tested == rows[0]
     assert rows[1] - rows[0] == passes * runtime.world.tokens
 
@@ -232,7 +232,7 @@ def test_shares_that_are_none_are_refused(settings: Any, name: str, value: float
 
 def test_a_config_without_augmentation_says_nothing_of_it_that_an_old_run_file_lacks(settings: Any) -> None:
     train = parse(settings()).model_dump(mode="json")["train"]
-    assert (train["random_crop"], train["random_flip"]) == (None, None)
+    assert not {"random_crop", "random_flip"} & set(train)
 
 
 def shown(config: Config) -> str:

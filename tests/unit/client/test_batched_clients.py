@@ -14,9 +14,9 @@ from support import StopAfter, Stopped, experiment, local_tensors, run, seeded, 
 
 import fedprompt.client.local_training as local_training
 from fedprompt.client import batched_clients
-from fedprompt.client.batch_schedule import in_order, shuffled, timetable
-from fedprompt.client.batch_sizing import ENOUGH_ROWS, MOST_CLIENTS, Demand, Demands, alike
-from fedprompt.client.batched_clients import Together, fill_up
+from fedprompt.client.batch_schedule import batch_schedule_of, in_order, shuffled
+from fedprompt.client.batch_sizing import ENOUGH_ROWS, MOST_CLIENTS, BatchSizer, StepNeeds, shapes_of
+from fedprompt.client.batched_clients import StackedParams, fill_up
 from fedprompt.client.client_states import ClientStates
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.errors import ConfigError, ContractError, DivergenceError
@@ -37,14 +37,14 @@ WORLD = World(8, 2, 5, 4, ("cat", "ox", "fly"), ("a", "b"))
 def test_what_clients_have_in_common_is_not_stacked_unless_it_is_trained() -> None:
     same, own = torch.ones(2), [torch.zeros(3), torch.ones(3)]
     each = [{"same": same.detach(), "trained": same.detach(), "own": own[client]} for client in range(2)]
-    together = Together.of(each, ["trained"])
-    assert set(together.common) == {"same"}
-    assert {name: tuple(tensor.shape) for name, tensor in together.stacked.items()} == {
+    stacked = StackedParams.of(each, ["trained"])
+    assert set(stacked.common) == {"same"}
+    assert {name: tuple(tensor.shape) for name, tensor in stacked.stacked.items()} == {
         "trained": (2, 2),
         "own": (2, 3),
     }
     for client in range(2):
-        found = together.of_client(client)
+        found = stacked.of_client(client)
         assert set(found) == set(each[client])
         assert all(torch.equal(found[name], tensor) for name, tensor in each[client].items())
 
@@ -52,21 +52,21 @@ def test_what_clients_have_in_common_is_not_stacked_unless_it_is_trained() -> No
 def test_equal_numbers_in_two_places_are_not_taken_for_one_tensor() -> None:
     """Whether tensors are common is seen without reading them; a part of a tensor is not the whole."""
     whole = torch.arange(6.0)
-    assert not Together.of([{"x": torch.ones(2)}, {"x": torch.ones(2)}]).common
-    assert not Together.of([{"x": whole[:4].view(2, 2)}, {"x": whole[:4].view(2, 2).T}]).common
+    assert not StackedParams.of([{"x": torch.ones(2)}, {"x": torch.ones(2)}]).common
+    assert not StackedParams.of([{"x": whole[:4].view(2, 2)}, {"x": whole[:4].view(2, 2).T}]).common
 
 
 def test_changes_of_the_first_clients_leave_the_others_as_they_are() -> None:
-    together = Together.of([{"x": torch.full((1,), float(client))} for client in range(3)])
-    changed = together.changed({"x": torch.tensor([[7.0], [8.0]])})
+    stacked = StackedParams.of([{"x": torch.full((1,), float(client))} for client in range(3)])
+    changed = stacked.changed({"x": torch.tensor([[7.0], [8.0]])})
     assert changed.stacked["x"].flatten().tolist() == [7.0, 8.0, 2.0]
-    assert together.first(2).changed({"new": torch.ones(2, 1)}).of_client(1)["new"].item() == 1.0
+    assert stacked.first(2).changed({"new": torch.ones(2, 1)}).of_client(1)["new"].item() == 1.0
 
 
 @pytest.mark.parametrize("other", [{"y": torch.zeros(2)}, {"x": torch.zeros(3)}, {"x": torch.zeros(2).double()}])
 def test_clients_with_other_names_shapes_or_precision_are_not_alike(other: Tensors) -> None:
-    assert alike({"x": torch.zeros(2)}) == alike({"x": torch.ones(2)})
-    assert alike({"x": torch.zeros(2)}) != alike(other)
+    assert shapes_of({"x": torch.zeros(2)}) == shapes_of({"x": torch.ones(2)})
+    assert shapes_of({"x": torch.zeros(2)}) != shapes_of(other)
 
 
 @given(
@@ -104,14 +104,14 @@ def test_a_timetable_knows_which_images_count_and_who_is_done() -> None:
         Held(np.arange(10, 15), torch.arange(5)),
         Held(np.arange(20, 22), torch.arange(2)),
     ]
-    table = timetable(images, [shuffled(5, 2, 1, None, seeded(1)), shuffled(2, 2, 1, None, seeded(2))])
+    table = batch_schedule_of(images, [shuffled(5, 2, 1, None, seeded(1)), shuffled(2, 2, 1, None, seeded(2))])
     assert table.steps == 3
     assert [table.now(step) for step in range(3)] == [[2, 2], [2], [1]]
     seen = [table.indices[0, step, place].item() for step in range(3) for place in range(table.now(step)[0])]
     assert sorted(seen) == list(range(10, 15))
     assert torch.equal(table.labels[0] + 10, table.indices[0])
     assert sorted(table.indices[1, 0].tolist()) == [20, 21]
-    wide = timetable(images, [in_order(5, 8), in_order(2, 8)])
+    wide = batch_schedule_of(images, [in_order(5, 8), in_order(2, 8)])
     assert wide.indices[1, 0].tolist() == [20, 21, 20, 20, 20]
 
 
@@ -124,9 +124,9 @@ class Noisy(Method):
         return {name: generator.normal(*shape) for name, shape in shapes.items()}
 
 
-def demand_of(method: Method) -> Demand:
+def needs_of(method: Method) -> StepNeeds:
     one: Any = Held(np.arange(1), torch.zeros(1, dtype=torch.long))
-    return Demands(WORLD, "auto", drawn).of(method, {}, one, training=True)
+    return BatchSizer(WORLD, "auto", drawn).of(method, {}, one, training=True)
 
 
 def drawn(method: Method, size: int, training: bool, generator: Stream) -> Tensors:
@@ -134,7 +134,7 @@ def drawn(method: Method, size: int, training: bool, generator: Stream) -> Tenso
 
 
 def test_the_axis_of_the_images_is_found_and_filled_up() -> None:
-    axes = demand_of(Noisy()).axes
+    axes = needs_of(Noisy()).axes
     assert axes == {"first": (0, 1), "last": (1, 1), "repeated": (0, 4)}
     few, many = (Noisy().noise(WORLD, size, True, seeded(size)) for size in (2, 3))
     filled = fill_up([few, many], [2, 3], axes)
@@ -165,7 +165,7 @@ class Odd(Method):
 @pytest.mark.parametrize("shape", ["both", "half", "more"])
 def test_draws_that_cannot_be_filled_up_are_refused(shape: str) -> None:
     with pytest.raises(ContractError, match=f"noise {shape!r} of Odd must have one axis over the images"):
-        demand_of(Odd(shape))
+        needs_of(Odd(shape))
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,10 @@ class Asks(Method):
     ],
 )
 def test_clients_are_folded_until_a_pass_has_enough_rows(method: Method, images: int, expected: int) -> None:
-    demand = demand_of(method)
-    assert Demands(WORLD, "auto", drawn).clients(demand, images) == min(expected, MOST_CLIENTS)
-    assert Demands(WORLD, 5, drawn).clients(demand, images) == 5
-    assert Demands(WORLD, 5, drawn).clients(replace(demand, foldable=False), images) == 1
+    step_needs = needs_of(method)
+    assert BatchSizer(WORLD, "auto", drawn).clients(step_needs, images) == min(expected, MOST_CLIENTS)
+    assert BatchSizer(WORLD, 5, drawn).clients(step_needs, images) == 5
+    assert BatchSizer(WORLD, 5, drawn).clients(replace(step_needs, foldable=False), images) == 1
 
 
 def test_what_was_asked_before_does_not_decide_for_clients_that_look_different() -> None:
@@ -213,9 +213,9 @@ def test_what_was_asked_before_does_not_decide_for_clients_that_look_different()
     cases = [(short, True), (long, True), (short, False), (long, False)]
     found = []
     for order in (cases, cases[::-1]):
-        demands = Demands(WORLD, "auto", drawn)
+        sizer = BatchSizer(WORLD, "auto", drawn)
         rows = {
-            (len(params["prompt"][0]), training): demands.of(AsItIs(), params, one, training).per_image
+            (len(params["prompt"][0]), training): sizer.of(AsItIs(), params, one, training).per_image
             for params, training in order
         }
         found.append(rows)
@@ -227,7 +227,7 @@ def test_what_was_asked_before_does_not_decide_for_clients_that_look_different()
     [(Asks(), ("cls",)), (Asks(tokens=3, block=1), ("tokens:1",)), (Asks(contexts=1), ("cls",))],
 )
 def test_what_a_step_reads_of_the_images_is_known_before_it(method: Method, features: tuple[str, ...]) -> None:
-    assert demand_of(method).features == features
+    assert needs_of(method).features == features
 
 
 def test_images_of_the_next_clients_are_decoded_ahead(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,21 +241,21 @@ def test_images_of_the_next_clients_are_decoded_ahead(settings: Any, monkeypatch
     monkeypatch.setattr(ImageBank, "prefetch", watched)
     values = settings(engine={"cohort": 4}, federation={"rounds": 1}, backbone={"name": "tiny", "image_size": 32})
     ahead = experiment(values, FedVPT(prompt_tokens=2))
-    monkeypatch.setattr(Demands, "clients", lambda self, demand, batch: 2)
+    monkeypatch.setattr(BatchSizer, "clients", lambda self, step_needs, batch: 2)
     ahead.run()
     assert [names for _, names in asked] == [("tokens:0",)] * 2  # two clients of four, in training and in the test
 
 
 def test_a_cohort_really_runs_as_one_batch(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folded = []
-    real = batched_clients.losses_together
+    real = batched_clients.losses_of_clients
 
-    def watched(step: Method, world: World, params: Together, *rest: Any) -> torch.Tensor:
+    def watched(step: Method, world: World, params: StackedParams, *rest: Any) -> torch.Tensor:
         losses = real(step, world, params, *rest)
         folded.append(len(losses))
         return losses
 
-    monkeypatch.setattr(local_training, "losses_together", watched)
+    monkeypatch.setattr(local_training, "losses_of_clients", watched)
     run(settings(engine={"cohort": 4}, federation={"rounds": 1}), FedVPT(prompt_tokens=2))
     assert set(folded) == {4}
     folded.clear()
@@ -297,29 +297,29 @@ def replies(values: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["label_flip", "free_rider", "sign_flip"])
 def test_malicious_clients_do_the_same_in_a_cohort(kind: str, settings: Any) -> None:
-    alone, together = (
+    alone, stacked = (
         run(
             settings(name=f"by{cohort}", engine={"cohort": cohort}, attack={"kind": kind, "fraction": 0.5}),
             FedVPT(prompt_tokens=2),
         )
         for cohort in (1, 4)
     )
-    assert_near(alone, together)
+    assert_near(alone, stacked)
 
 
 @pytest.mark.parametrize("noise_at", ["step", "client"])
 def test_private_clients_draw_the_same_noise_in_a_cohort(noise_at: str, settings: Any) -> None:
     private = {"noise_at": noise_at, "noise": 0.1, "clip": 0.5}
-    alone, together = (
+    alone, stacked = (
         run(settings(name=f"by{cohort}", engine={"cohort": cohort}, privacy=private), FedVPT(prompt_tokens=2))
         for cohort in (1, 4)
     )
-    assert_near(alone, together)
+    assert_near(alone, stacked)
 
 
 @pytest.mark.parametrize("at", ["global", "after_local"])
 def test_clients_are_tested_alike_wherever_they_are_tested(at: str, settings: Any) -> None:
-    alone, together = (
+    alone, stacked = (
         run(
             settings(name=f"by{cohort}", engine={"cohort": cohort}, federation={"rounds": 1, "evaluate_at": at}),
             PFedBayesPT(prompt_tokens=2),
@@ -327,7 +327,7 @@ def test_clients_are_tested_alike_wherever_they_are_tested(at: str, settings: An
         for cohort in (1, 4)
     )
     for client, result in alone.reader.evaluations(1).items():
-        assert result["nll"] == pytest.approx(together.reader.evaluations(1)[client]["nll"], rel=1e-4)
+        assert result["nll"] == pytest.approx(stacked.reader.evaluations(1)[client]["nll"], rel=1e-4)
 
 
 @pytest.mark.parametrize("value", [0, -1, "many", 2.5])
@@ -336,10 +336,10 @@ def test_a_cohort_is_a_number_or_auto(value: Any, settings: Any) -> None:
         experiment(settings(engine={"cohort": value}))
 
 
-def assert_near(alone: Run, together: Run) -> None:
+def assert_near(alone: Run, stacked: Run) -> None:
     for found, expected in [
-        (shared_tensors(together), shared_tensors(alone)),
-        *((local_tensors(together, client), local_tensors(alone, client)) for client in range(4)),
+        (shared_tensors(stacked), shared_tensors(alone)),
+        *((local_tensors(stacked, client), local_tensors(alone, client)) for client in range(4)),
     ]:
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)

@@ -14,7 +14,7 @@ the Control API.
 
 An unauthenticated peer may send only small requests, within a short time: Flower reads the whole request before it checks the
 sender. The proof of identity is in the headers, so the gate checks it before the body is read. Requests of nodes are limited
-in total and per node. `doorkeeper.py` limits what happens before the headers are complete.
+in total and per node. `connection_limits.py` limits what happens before the headers are complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
-from fedprompt.engines.flower.doorkeeper import SETTINGS, VISIT, Visit
+from fedprompt.engines.flower.connection_limits import SETTINGS, VISIT, Visit
 from fedprompt.errors import RunError
 
 program: Any = import_module("flwr.superlink.cli.flower_superlink")  # the package has a function of that name
@@ -251,7 +251,7 @@ def failures_only(record: logging.LogRecord) -> bool:
 
 
 def put_up_gate(own_address: bool = False) -> None:
-    """Install the gate as Flower's middleware and the doorkeeper in its server; raise if Flower has no such hook."""
+    """Install the gate as Flower's middleware and the connection limits in its server; raise if Flower has no such hook."""
     before = extensions.get_middleware
     extensions.get_middleware = lambda: (Middleware(Gate, own_address=own_address), *before())
     built = main._get_middleware()
