@@ -92,7 +92,7 @@ class StackedBatch:
         training: bool,
         views: Sequence[Tensor] = (),
     ) -> StackedBatch:
-        """One step of a timetable with the draws of its clients. Here its images are decoded, or read from the cache.
+        """One step of a schedule with the draws of its clients. Here its images are decoded, or read from the cache.
 
         Where images are augmented, `views` has those of every client.
         """

@@ -90,7 +90,7 @@ def test_batches_are_those_of_a_plain_loop(count: int, size: int, epochs: int, s
 
 @dataclass(frozen=True)
 class Held:
-    """Images as a timetable sees them."""
+    """Images as a batch schedule sees them."""
 
     indices: np.ndarray
     labels: torch.Tensor
