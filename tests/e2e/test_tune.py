@@ -42,6 +42,7 @@ def finished_rounds(folder: Path) -> int:
     return sum(1 for _ in folder.glob("tune-two/*/trial-*/run.db"))
 
 
+@pytest.mark.slow
 def test_a_killed_study_is_resumed_and_comes_out_the_same(tmp_path: Path) -> None:
     def numbers(text: str) -> list[dict[str, Any]]:
         return [{key: row[key] for key in row if key not in ("seconds", "config")} for row in json.loads(text)]

@@ -117,7 +117,7 @@ def test_the_best_round_is_tested_with_its_own_pool(settings: Make) -> None:
     assert run.final_results() == short.evaluations(chosen)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("stop", [2, 6, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (1, 3, 5))])
 def test_a_resumed_run_chooses_and_tests_as_one_without_interruption(settings: Make, stop: int, tmp_path: Path) -> None:
     """The interruption comes after the commit and before the copy of the best round."""
     values = config(settings, select="best", patience=4)
@@ -210,6 +210,7 @@ def test_a_run_in_progress_says_that_its_figures_are_of_validation_images(settin
     assert any(line.startswith("Test images were read: local: once") for line in notes(comparison([done])))
 
 
+@pytest.mark.slow
 def test_workers_validate_and_test_as_one_process_does(settings: Make) -> None:
     values = config(settings, select="best", rounds=3)
     alone = support.run(values)

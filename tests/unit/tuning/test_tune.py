@@ -57,6 +57,7 @@ def test_two_methods_get_the_same_trials_rounds_and_image_passes(settings: Make,
     assert outcomes[0].tuned.image_passes == outcomes[1].tuned.image_passes > 0
 
 
+@pytest.mark.slow
 def test_image_passes_are_the_training_images_of_every_round(settings: Make, tmp_path: Path) -> None:
     (outcome,) = tuned([config(settings, train={"epochs": 2})], tmp_path / "tune", trials=1)
     factory = ExperimentFactory(outcome.plan.trial({}, "x", None))
@@ -73,6 +74,7 @@ def test_the_first_trial_has_the_values_of_the_config_and_is_seen_to_the_end(set
     assert again.history()[-1]["average"] == outcome.start.objective
 
 
+@pytest.mark.slow
 def test_equal_seeds_propose_equal_values_and_others_do_not(settings: Make, tmp_path: Path) -> None:
     first, second = (tuned([config(settings)], tmp_path / name)[0] for name in ("a", "b"))
     (other,) = tuned([{**config(settings), "seed": 1}], tmp_path / "c")
@@ -80,7 +82,7 @@ def test_equal_seeds_propose_equal_values_and_others_do_not(settings: Make, tmp_
     assert [row.values for row in first.rows[1:]] != [row.values for row in other.rows[1:]]
 
 
-@pytest.mark.parametrize("method", ["fedvpt", "promptfl"])
+@pytest.mark.parametrize("method", ["fedvpt", pytest.param("promptfl", marks=pytest.mark.slow)])
 def test_poisoned_test_labels_do_not_change_a_study(
     settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -99,6 +101,7 @@ def test_poisoned_test_labels_do_not_change_a_study(
     assert attacked.tuned.chosen == honest.tuned.chosen
 
 
+@pytest.mark.slow
 def test_poisoned_validation_labels_do(settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (honest,) = tuned([config(settings)], tmp_path / "honest", trials=3)
     prepare = ExperimentFactory.prepare
