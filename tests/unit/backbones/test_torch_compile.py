@@ -58,6 +58,7 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 def test_all_blocks_and_all_sizes_of_a_batch_share_graphs() -> None:
     vit = compiled("eager")
     assert_equal_steps(vit, batch=4)
@@ -79,6 +80,7 @@ def test_more_sets_of_pieces_than_torch_allows_by_itself_stay_translated() -> No
     assert graphs() == 10
 
 
+@pytest.mark.slow
 def test_autocast_reaches_into_compiled_blocks() -> None:
     found, expected = (step(vit.autocasting(), batch=4) for vit in (compiled("eager"), PLAIN))
     for ours, theirs, exact in zip(found, expected, step(PLAIN, batch=4), strict=True):
