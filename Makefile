@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# one single-threaded worker per core; each begins with a stretch of neighbours, which share what a module made once
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# single-threaded workers, one more than there are cores: some tests wait for processes and sockets. Each worker begins with a
+# stretch of neighbours, which share what a module made once
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # modules are compiled when they are first imported, and kept: some machines forbid that, and every process starts 10 s later
 export PYTHONDONTWRITEBYTECODE :=
@@ -38,7 +40,7 @@ test: lint  ## all but the slow tests; those that need assets are skipped where 
 test-flower: $(INSTALLED)  ## federations of real processes on loopback, one at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m e2e_flower
 
-test-slow: $(INSTALLED)  ## what `make test` leaves out for its time: most long cases of the matrix, many crashes, workers, PACS
+test-slow: $(INSTALLED)  ## what `make test` leaves out for its time: three quarters of the long cases of the matrix, many crashes, workers, PACS
 	$(BIN)/fedprompt assets all
 	$(PYTEST) -m "slow and not e2e_flower"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from case_sampling import is_left_for_later
 
 # machines are noisy and a red test must be red again: no deadlines, and the same examples every time
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
@@ -21,6 +22,13 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("sampled") and is_left_for_later(item.originalname, item.callspec.id):  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.parametrize(
-    ("kills", "rounds"), [(12, 100), pytest.param(30, 220, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])]
+    ("kills", "rounds"), [(5, 100), pytest.param(30, 220, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])]
 )
 def test_a_run_killed_at_random_instants_ends_bit_identical(
     tmp_path: Path, settings: Any, kills: int, rounds: int

@@ -80,6 +80,7 @@ def test_a_plugin_serves_a_run_its_workers_and_what_is_done_with_it(fedprompt: A
     assert fedprompt(*audit, "--plugin", "mine.py").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed")
 def test_nodes_that_flower_simulates_know_the_plugin(fedprompt: Any, tmp_path: Path) -> None:
     overrides = ["name=nodes", "engine.kind=flower-simulation", "engine.workers=1"]

@@ -284,6 +284,7 @@ def test_a_busy_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> 
     assert gone(pids)
 
 
+@pytest.mark.slow
 def test_a_method_of_another_package_is_known_to_workers(tmp_path: Path, settings: Any) -> None:
     (tmp_path / "their_method.py").write_text(
         "from dataclasses import dataclass\nfrom fedprompt import register\nfrom fedprompt.methods.fedvpt import FedVPT\n"

@@ -22,6 +22,7 @@ def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.sampled
 def test_a_cohort_as_one_batch_equals_one_client_at_a_time(case: str, settings: Any) -> None:
     """Ragged clients, two epochs, momentum, weight decay, schedules of their own, clipping, noise: all tensors and all figures to 1e-5."""
     method = CASES[case]

@@ -58,10 +58,12 @@ def tiny(settings: Any) -> Any:
     return make
 
 
+@pytest.mark.sampled
 def test_a_run_is_the_same_bits_twice(method: Method, tiny: Any) -> None:
     assert content(run(tiny(name="once"), method)) == content(run(tiny(name="again"), method))
 
 
+@pytest.mark.sampled
 def test_an_interrupted_run_ends_as_an_undisturbed_one(method: Method, tiny: Any) -> None:
     with pytest.raises(Stopped):
         run(tiny(name="broken"), method, StopAfter(1))
@@ -69,6 +71,7 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(method: Method, tiny: Any
     assert content(resumed) == content(run(tiny(name="whole"), method))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", registry.variants())
 @pytest.mark.parametrize("user", list(HARD_USERS))
 def test_every_variant_wraps_every_kind_of_method_and_resumes_to_the_same_bits(
@@ -92,6 +95,7 @@ def test_the_bytes_of_a_survey_are_those_that_were_sent(tiny: Any) -> None:
     assert first.seconds["survey"] > 0
 
 
+@pytest.mark.sampled
 def test_the_order_of_clients_changes_nothing(method: Method, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = {"federation": {"fraction": 1.0, "rounds": 2}, "engine": {"cohort": 2}}
     forward = run(tiny(name="forward", **rounds), method)
@@ -100,6 +104,7 @@ def test_the_order_of_clients_changes_nothing(method: Method, tiny: Any, monkeyp
     assert content(forward) == content(backward)
 
 
+@pytest.mark.sampled
 def test_a_client_that_was_not_picked_keeps_its_bytes(method: Method, tiny: Any) -> None:
     values = tiny(seed=2, federation={"rounds": 6, "fraction": 0.25})
     with pytest.raises(Stopped):

@@ -41,6 +41,7 @@ def trained(settings: Any) -> Callable[[str], TrainedClient]:
     return make
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", METHODS)
 def test_the_documented_code_gives_fedprompts_own_logits(
     case: str, trained: Callable[[str], TrainedClient], tmp_path: Path
@@ -83,6 +84,7 @@ def _own_logits(client: TrainedClient, image: Image.Image, exact: bool) -> torch
         return client.method.logits(client.world, client.params, seen, batch, noise)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", list(CASES))
 def test_every_method_is_explained_by_the_numbers_of_its_prediction(
     case: str, trained: Callable[[str], TrainedClient]

@@ -60,6 +60,7 @@ def assert_reproduced(client: TrainedClient) -> None:
         assert found[name] == pytest.approx(stored[name], rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_client_predicts_what_its_evaluation_counted(case: str, opened: Callable[..., LoadedRun]) -> None:
     federation = opened(case)
@@ -69,6 +70,7 @@ def test_a_client_predicts_what_its_evaluation_counted(case: str, opened: Callab
         assert_reproduced(TrainedClient.open(federation, client))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", list(CASES))
 def test_labelled_images_make_a_newcomer_what_a_held_out_client_was(
     case: str, opened: Callable[..., LoadedRun]
@@ -82,6 +84,7 @@ def test_labelled_images_make_a_newcomer_what_a_held_out_client_was(
         assert_reproduced(adapt(federation, Selection(source, own, source.class_names), client))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", sorted(registry.methods()))
 def test_a_new_client_is_no_client_of_the_run(case: str, opened: Callable[..., LoadedRun]) -> None:
     """It comes behind all others, gets what held-out clients get, and its probabilities are some."""
@@ -94,6 +97,7 @@ def test_a_new_client_is_no_client_of_the_run(case: str, opened: Callable[..., L
     torch.testing.assert_close(found.sum(1), torch.ones(2, dtype=torch.float64))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", list(CASES))
 def test_training_images_are_opened_only_for_methods_that_look_at_them_again(
     case: str, opened: Callable[..., LoadedRun]

@@ -20,6 +20,7 @@ CASES: dict[str, Method] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", list(CASES))
 def test_newcomers_are_evaluated_and_leave_no_trace(name: str, settings: Any) -> None:
     changes = {"train": {"momentum": 0.0}, "federation": {"rounds": 2, "held_out": 0.5, "newcomer_epochs": 1}}

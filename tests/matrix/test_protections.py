@@ -42,6 +42,7 @@ def one_round(settings: Any) -> Any:
     return make
 
 
+@pytest.mark.sampled
 def test_a_robust_rule_takes_a_wild_client_better_than_the_mean(method: Method, one_round: Any) -> None:
     """One of four sends its update 10,000 times as long; the median of the others' shared tensors stays where they are."""
     honest = shared_tensors(run(one_round(name="honest"), method))
@@ -56,6 +57,7 @@ def test_a_robust_rule_takes_a_wild_client_better_than_the_mean(method: Method, 
         assert worst_difference(robust, honest) < 0.2 * mean
 
 
+@pytest.mark.sampled
 def test_a_secure_sum_changes_nothing_but_what_the_server_sees(method: Method, one_round: Any) -> None:
     secure = one_round(name="secure", federation={"secure_sum": True})
     if not method.sums_suffice:
@@ -70,6 +72,7 @@ def test_a_secure_sum_changes_nothing_but_what_the_server_sees(method: Method, o
         assert hidden.rounds()[1].loss == pytest.approx(plain.rounds()[1].loss, abs=1e-5)
 
 
+@pytest.mark.sampled
 def test_noise_reaches_everything_a_method_uploads(
     method: Method, one_round: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

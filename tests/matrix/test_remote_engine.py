@@ -114,6 +114,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(request.param, here, *watched(values, folder))
 
 
+@pytest.mark.sampled
 def test_a_run_by_post_is_the_run_in_process(pair: Pair) -> None:
     """Half of the clients in a round, an evaluation every second round, and the last."""
     assert_same_as_in_process(pair.post, pair.here)

@@ -47,6 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [whole, folder / "few.parquet"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("evaluate_at", ["personalised", "global"])
 @pytest.mark.parametrize("case", CASES)
 def test_figures_of_a_site_that_requires_noise_say_nothing_of_its_training_images(

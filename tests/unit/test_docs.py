@@ -59,6 +59,7 @@ def test_a_paper_has_a_small_scale_that_needs_only_a_package_registry(path: Path
         assert (each.data.source, each.backbone.name) == ("embedded", "mini" if dual else "dinov2-small")
 
 
+@pytest.mark.sampled
 @pytest.mark.assets
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
 def test_the_embedded_set_can_be_divided_as_the_small_scale_of_a_paper_says(path: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_bridge_is_small_and_the_one_its_report_is_about(name: str) -> None:
     assert 1 < float(tensors["scale"]) <= 100
 
 
-@pytest.fixture(scope="module", params=list(TOWERS))
+@pytest.fixture(scope="module", params=["mini", pytest.param("b16", marks=pytest.mark.slow)])
 def dual(request: pytest.FixtureRequest) -> DualEncoder:
     cache = cache_directory()
     for asset in (TOWERS[request.param][0], "minilm-weights", "minilm-tokenizer"):

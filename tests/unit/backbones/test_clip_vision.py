@@ -344,6 +344,7 @@ def test_the_converted_tower_fills_a_clip_of_transformers_and_ours_alike(real, r
     assert (found - expected).norm() / expected.norm() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.assets
 @pytest.mark.shared
 @pytest.mark.skipif(not PHOTOS.is_file(), reason="the photos are not beside the project")

@@ -88,6 +88,7 @@ def test_autocast_reaches_into_compiled_blocks() -> None:
         assert not torch.equal(ours, exact)
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_compiler_goes_on_and_says_so_once() -> None:
     from torch._inductor import config
 
@@ -111,6 +112,7 @@ def test_pieces_that_do_not_fit_are_an_error_and_no_reason_to_give_up() -> None:
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_backbone_is_the_same_backbone(settings: Callable[..., dict[str, Any]]) -> None:
     plain, translated = (experiment(settings(engine={"compile": on})).factory.prepare()[2] for on in (False, True))
     assert isinstance(translated.block, CompiledBlock)

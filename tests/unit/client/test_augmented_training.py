@@ -82,18 +82,21 @@ def received_by(runtime: ClientRuntime) -> Tensors:
     return dict(method.download(world, server, 0))
 
 
+@pytest.mark.sampled
 def test_crops_of_whole_images_train_as_images_that_are_not_augmented(settings: Any, changes: dict[str, Any]) -> None:
     plain = run(settings(name="plain", train=STEPS, **changes))
     whole = run(settings(name="whole", train={**STEPS, "random_crop": 1.0}, **changes))
     assert difference(plain, whole) <= 1e-5
 
 
+@pytest.mark.sampled
 def test_augmented_images_train_to_other_parameters(settings: Any, changes: dict[str, Any]) -> None:
     plain = run(settings(name="plain", train=STEPS, **changes))
     other = run(settings(name="other", train={**STEPS, **AUGMENTED}, **changes))
     assert difference(plain, other) > 1e-4
 
 
+@pytest.mark.sampled
 def test_an_augmented_cohort_as_one_batch_equals_one_client_at_a_time(settings: Any, changes: dict[str, Any]) -> None:
     shared = {**RAGGED, "train": {**STEPS, **AUGMENTED}, **changes}
     alone = run(settings(name="alone", engine={"cohort": 1}, **shared))
@@ -127,6 +130,7 @@ def test_an_augmented_run_leaves_the_random_state_of_torch_alone(settings: Any) 
     assert content(first) == content(run(settings(name="second", train=AUGMENTED)))
 
 
+@pytest.mark.sampled
 def test_training_on_augmented_images_stores_no_feature(settings: Any, changes: dict[str, Any]) -> None:
     """Neither of augmented images nor of the others. Clients go one by one, and the images of the next are decoded ahead."""
     runtime = runtime_of(settings(train={**STEPS, **AUGMENTED}, engine={"cohort": 1}, **changes))

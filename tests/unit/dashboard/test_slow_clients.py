@@ -122,6 +122,7 @@ def lasts(dashboard: Dashboard, head: bytes) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_page_that_asks_now_and_then_keeps_its_connection(dashboard: Dashboard) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", int(dashboard.server_address[1]), timeout=20)
     connection.connect()

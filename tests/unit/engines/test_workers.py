@@ -173,6 +173,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
 def test_with_workers_a_run_has_the_same_bits(crew: Loopback, settings: Any, changes: dict[str, Any]) -> None:
     here, there = both(settings, 2, **changes)

@@ -76,6 +76,7 @@ def measured(settings) -> Callable[[str], Measured]:
 MEASURED: dict[str, Measured] = {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", METHODS)
 def test_results_are_the_same_to_the_bit(measured, kind):
     found = measured(kind)

@@ -111,6 +111,7 @@ def same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backbone", ["tiny", "tiny-clip"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_no_bit_depends_on_what_is_kept_and_who_asked_first(settings: Any, backbone: str, dtype: str) -> None:

@@ -270,6 +270,7 @@ def test_a_kind_is_read_as_it_is_written() -> None:
     assert Kind.parse("F32").nbytes == 4
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_pool(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedprompt.core.pool.BLOCK_BYTES", 2**19)
 
@@ -405,6 +406,7 @@ def test_a_changed_row_is_found_at_its_new_place_only(filled: Any, small_index: 
     assert len(kept._index._cells) == 600  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_an_index_built_again_gives_the_same_answers_and_the_same_cells(filled: Any, small_index: None) -> None:
     """Rounds that change a tenth of the rows each, asked in one process, and in a new one for every round."""
     answers: dict[str, list[Any]] = {"one": [], "many": []}

@@ -200,6 +200,7 @@ def test_two_processes_share_a_study(settings: Make, tmp_path: Path) -> None:
     assert outcome.tuned.rounds == planned_rounds(TRIALS, ROUNDS)
 
 
+@pytest.mark.slow
 def test_the_best_config_runs_and_says_how_it_was_found(settings: Make, tmp_path: Path) -> None:
     outcomes = tuned([config(settings), config(settings, "head_tune")], tmp_path / "tune")
     text = outcomes[0].path.read_text()

@@ -1,4 +1,4 @@
-"""Which long cases of the matrix `make test` runs: the same ones whatever else is collected, and some of every method."""
+"""Which cases of long tests `make test` runs: the same ones whatever else is collected, and some of every method."""
 
 from __future__ import annotations
 
@@ -16,19 +16,30 @@ from fedprompt.core import registry
 
 pytestmark = pytest.mark.unit
 
-MATRIX = Path(__file__).resolve().parents[1] / "matrix"
-conftest = module_at(MATRIX / "conftest.py")
+TESTS = Path(__file__).resolve().parents[1]
+conftest = module_at(TESTS / "conftest.py")
 OF_KINDS = "test_every_variant_wraps_every_kind_of_method_and_resumes_to_the_same_bits"  # of no registered method
+SAMPLED = re.compile(r"^@pytest\.mark\.sampled\n(?:[@ )].*\n)*def (test_\w+)", re.MULTILINE)
 
 
-def chosen(pairs: Iterable[tuple[str, str]], folder: Path = MATRIX) -> set[tuple[str, str]]:
+def of_matrix() -> list[str]:
+    """The sampled tests that every method goes through."""
+    return sorted(
+        name
+        for path in (TESTS / "matrix").glob("test_*.py")
+        for name in SAMPLED.findall(path.read_text())
+        if name != OF_KINDS
+    )
+
+
+def chosen(pairs: Iterable[tuple[str, str]], sampled: bool = True) -> set[tuple[str, str]]:
     """The cases that the hook leaves in `make test`."""
     items: list[Any] = []
     for test, case in pairs:
         marks: list[Any] = []
         items.append(
             SimpleNamespace(
-                path=folder / "test_some.py",
+                get_closest_marker=lambda name: sampled and name == "sampled",
                 originalname=test,
                 callspec=SimpleNamespace(id=case),
                 add_marker=marks.append,
@@ -43,7 +54,7 @@ def chosen(pairs: Iterable[tuple[str, str]], folder: Path = MATRIX) -> set[tuple
 
 def all_pairs(cases: Iterable[str]) -> list[tuple[str, str]]:
     cases = list(cases)
-    return [(test, case) for test in sorted(conftest.LONG) for case in cases]
+    return [(test, case) for test in of_matrix() for case in cases]
 
 
 def test_neither_a_new_method_nor_another_order_nor_a_selection_changes_the_choice() -> None:
@@ -57,27 +68,18 @@ def test_neither_a_new_method_nor_another_order_nor_a_selection_changes_the_choi
 
 
 def test_every_method_is_in_some_test_and_every_test_has_some_methods() -> None:
-    pairs = [(test, case) for test, case in all_pairs(registry.methods()) if test != OF_KINDS]
+    pairs = all_pairs(registry.methods())
     found = chosen(pairs)
     assert {case for _, case in found} == set(registry.methods())
-    assert {test for test, _ in found} == conftest.LONG - {OF_KINDS}
-    assert 0.2 < len(found) / len(pairs) < 0.5
+    assert {test for test, _ in found} == set(of_matrix())
+    assert 0.15 < len(found) / len(pairs) < 0.4
 
 
 def test_a_method_of_any_name_is_in_some_test() -> None:
     names = [f"method_{number}" for number in range(100)]
-    assert {case for test, case in chosen(all_pairs(names)) if test != OF_KINDS} == set(names)
+    assert {case for _, case in chosen(all_pairs(names))} == set(names)
 
 
-def test_every_long_test_is_one_of_the_matrix() -> None:
-    written = {
-        name for path in MATRIX.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
-    }
-    assert written >= conftest.LONG
-
-
-def test_no_other_test_is_left_out() -> None:
+def test_a_test_without_the_mark_keeps_all_cases() -> None:
     short = [("test_something_short", f"case_{number}") for number in range(9)]
-    assert chosen(short) == set(short)
-    alike = [(test, "case") for test in conftest.LONG]
-    assert chosen(alike, MATRIX.parent / "unit") == set(alike)
+    assert chosen(short, sampled=False) == set(short)
