@@ -12,7 +12,7 @@ from typing import Any
 
 from fedprompt.runs.digests import NOTHING, Link, added, chained, digest_of, facts_digest, row_digest
 from fedprompt.runs.schema import COLUMNS, SCHEMAS
-from fedprompt.runs.store import FILE
+from fedprompt.runs.tables import FILE
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from warm_processes import Started
 
 from fedprompt.report import comparison_table
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE
+from fedprompt.runs.tables import FILE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -76,7 +76,7 @@ def open_runs(paths: list[Path]) -> list[Any]:
 def run_folders(paths: list[Path]) -> list[Path]:
     """Run directories, or run files, in the order given; a folder means all runs inside it."""
     from fedprompt.errors import RunError
-    from fedprompt.runs.store import FILE
+    from fedprompt.runs.tables import FILE
 
     found = []
     for path in paths:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedprompt.io.safe_text import safe_line
-from fedprompt.runs.store import FILE
+from fedprompt.runs.tables import FILE
 
 DEPTH = 5  # folders inside folders
 MOST_FOLDERS = 20_000  # that are searched

@@ -17,7 +17,7 @@ from fedprompt.dashboard.history import History
 from fedprompt.dashboard.liveness import Locks, Signs, status
 from fedprompt.dashboard.run_reader import LiveRun
 from fedprompt.errors import FedpromptError
-from fedprompt.runs.store import FILE
+from fedprompt.runs.tables import FILE
 
 PAUSE, SHARE = 0.2, 1.0  # pause between two reads of a run: seconds, or a multiple of the time of the last read
 SETTLED = 0.1  # seconds after which a further change has a different timestamp

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE, MOST_ARGUMENTS, PRIVACY, REFUSED, RoundRecord, RunReader
+from fedprompt.runs.store import MOST_ARGUMENTS, PRIVACY, REFUSED, RoundRecord, RunReader
+from fedprompt.runs.tables import FILE
 
 BUSY = 2.0  # seconds to wait if SQLite is busy; the page asks again anyway
 LOOK = 5.0  # seconds for one read; a longer one is reported as damage, so that one file cannot block the page

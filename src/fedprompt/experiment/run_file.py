@@ -24,7 +24,8 @@ from fedprompt.evaluation.label_check import check_labels, warning
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.random_streams import EDITION
 from fedprompt.runs.run import Run, require_same_ground, require_same_streams
-from fedprompt.runs.store import FILE, RUN_ID, STREAMS, Event, RunStore
+from fedprompt.runs.store import RUN_ID, STREAMS, Event, RunStore
+from fedprompt.runs.tables import FILE
 
 
 def refuse_another_run(config: Config, resume: bool) -> None:

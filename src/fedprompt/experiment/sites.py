@@ -28,7 +28,8 @@ from fedprompt.federation.loop import Federation
 from fedprompt.federation.observer import Observer
 from fedprompt.privacy.budget import settled
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE, Event, RunStore
+from fedprompt.runs.store import Event, RunStore
+from fedprompt.runs.tables import FILE
 
 SECRET_BITS = 256
 MOST_GUESSED = 128  # bits; a random secret is larger, but for one in 2^128

@@ -21,7 +21,7 @@ from fedprompt.report.comparison_table import figures, spread
 from fedprompt.runs.families import Settings, flatten
 from fedprompt.runs.novel_figures import stored_figures
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE
+from fedprompt.runs.tables import FILE
 
 Item = TypeVar("Item")
 HEAD = "method.head"

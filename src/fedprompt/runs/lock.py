@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fedprompt.errors import RunError, StorageError, broken
-from fedprompt.runs.tables import DAMAGE
+from fedprompt.runs.tables import DAMAGE, FILE
 
 LOCK = "run.lock"
 LOCK_PAUSE = 0.2  # seconds between two attempts to get the lock
@@ -50,7 +50,7 @@ def disk(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         raise StorageError(f"output.directory must be writable and have room, got {str(path)!r}: {error}") from error
     except DAMAGE as error:
-        file = path if path.suffix == ".db" else path / "run.db"
+        file = path if path.suffix == ".db" else path / FILE
         raise RunError(f"run: {str(file)!r} is not a readable run file: {error}") from error
     except OSError as error:
         raise StorageError(

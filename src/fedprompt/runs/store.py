@@ -24,9 +24,8 @@ from fedprompt.errors import RunError, StorageError
 from fedprompt.runs.digests import Link, added, chained, digest_of, facts_digest, row_digest
 from fedprompt.runs.lock import Lock, disk, locked
 from fedprompt.runs.schema import COLUMNS, READABLE, SCHEMA, VERSION
-from fedprompt.runs.tables import DAMAGE, RunTables
+from fedprompt.runs.tables import DAMAGE, FILE, RunTables
 
-FILE = "run.db"
 BEST = "best.db"  # the run file as it was after the best round, where `federation.select` is best
 MOST_ARGUMENTS = 500  # of one query
 WAIT_EVERY = 1.0  # seconds, at least, between two commits that wait for the disk

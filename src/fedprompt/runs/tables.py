@@ -19,6 +19,7 @@ from fedprompt.io.bounded_read import strict_json
 from fedprompt.runs.digests import row_digest
 from fedprompt.runs.schema import COLUMNS, NEW_COLUMNS, READABLE, VERSION, definitions, plain_sql
 
+FILE = "run.db"  # of a run, in its directory
 # errors of SQLite for a damaged file; the second one if its message quotes bytes of the file that are not text
 DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError)
 SECONDS, BYTES_PER_SECOND = (

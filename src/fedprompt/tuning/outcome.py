@@ -17,7 +17,7 @@ from fedprompt.core.method import Stage, World
 from fedprompt.errors import RunError
 from fedprompt.io.files import write_atomically
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE
+from fedprompt.runs.tables import FILE
 from fedprompt.tuning.plan import Plan
 from fedprompt.tuning.space import applied
 from fedprompt.tuning.study import DIVERGED, DONE, FOLDER, OBJECTIVE, open_stage

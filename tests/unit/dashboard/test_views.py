@@ -19,7 +19,8 @@ from fedprompt.dashboard.run_list import Catalogue
 from fedprompt.dashboard.views import HEAT_CLIENTS, HEAT_ROUNDS, MOST_COMPARED, Missing, Unusable, Views
 from fedprompt.report import comparison_table
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE, Event
+from fedprompt.runs.store import Event
+from fedprompt.runs.tables import FILE
 
 pytestmark = pytest.mark.unit
 

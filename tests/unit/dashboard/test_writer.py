@@ -13,7 +13,8 @@ import pytest
 from dashboard_support import begin
 
 from fedprompt.metrics.accuracy import ClientResult, summarise
-from fedprompt.runs.store import FILE, RoundRecord
+from fedprompt.runs.store import RoundRecord
+from fedprompt.runs.tables import FILE
 
 pytestmark = pytest.mark.unit
 

@@ -27,7 +27,7 @@ from fedprompt.experiment.profiling import FRAMEWORK, OF_METHODS, POINTS, Profil
 from fedprompt.federation.loop import Federation
 from fedprompt.modules.insertion import VisionPrompt
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE
+from fedprompt.runs.tables import FILE
 
 pytestmark = pytest.mark.unit
 

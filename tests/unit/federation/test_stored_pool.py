@@ -31,7 +31,8 @@ from fedprompt.federation.stored_pool import Kind, StoredRows, open_pool, packed
 from fedprompt.methods.pfedmoap import PFedMoAP
 from fedprompt.modules.knn import Block, nearest
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE, RoundRecord, RunReader, RunStore
+from fedprompt.runs.store import RoundRecord, RunReader, RunStore
+from fedprompt.runs.tables import FILE
 
 pytestmark = pytest.mark.unit
 

@@ -30,7 +30,8 @@ from fedprompt.evaluation.leak_audit import open_audit
 from fedprompt.inference.loaded_run import LoadedRun
 from fedprompt.inference.trained_client import TrainedClient
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE, Event, RunReader, RunStore
+from fedprompt.runs.store import Event, RunReader, RunStore
+from fedprompt.runs.tables import FILE
 from fedprompt.runs.verify import verify
 
 pytestmark = pytest.mark.unit

@@ -21,7 +21,8 @@ from fedprompt.federation.stored_pool import StoredRows, packed
 from fedprompt.metrics.accuracy import ClientResult, summarise
 from fedprompt.report import comparison_table
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE, Event, PoolChange, RoundRecord, RunStore
+from fedprompt.runs.store import Event, PoolChange, RoundRecord, RunStore
+from fedprompt.runs.tables import FILE
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fedprompt.cli import main
-from fedprompt.runs.store import FILE
+from fedprompt.runs.tables import FILE
 
 pytestmark = pytest.mark.unit
 

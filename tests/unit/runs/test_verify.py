@@ -18,7 +18,8 @@ from fedprompt.dashboard.run_reader import LiveRun
 from fedprompt.errors import RunError
 from fedprompt.report import comparison_table
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import FILE, Event, PoolChange, RoundRecord, RunReader, RunStore
+from fedprompt.runs.store import Event, PoolChange, RoundRecord, RunReader, RunStore
+from fedprompt.runs.tables import FILE
 from fedprompt.runs.verify import Verdict, verify
 
 pytestmark = pytest.mark.unit
