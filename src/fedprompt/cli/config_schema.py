@@ -48,6 +48,7 @@ def config_schema(methods: Mapping[str, type[Method]], variants: Mapping[str, ty
     definitions["setting"] = {"type": "object", "additionalProperties": False, **settings}
     definitions["sweep"] = sweep_schema(settings, nullable=False)
     definitions["overlay.sweep"] = sweep_schema(settings, nullable=True)
+    definitions[TUNE] = tune_schema(settings, methods)
     found: Schema = tidy(
         {
             "$schema": DIALECT,
@@ -62,7 +63,7 @@ def config_schema(methods: Mapping[str, type[Method]], variants: Mapping[str, ty
                     **reference("sweep"),
                 },
                 "scales": scales_schema(sections, definitions),
-                TUNE: tune_schema(settings),
+                TUNE: reference(TUNE),
                 PUBLISHED: published_schema(),
             },
             "$defs": definitions,
@@ -184,8 +185,8 @@ def relaxed(schema: Schema, definitions: Mapping[str, Schema]) -> Schema:
     return {key: value for key, value in definitions[home].items() if key != "required"}
 
 
-def tune_schema(settings: Schema) -> Schema:
-    """What `fedprompt tune` tries: settings with lists of values or ranges; null leaves one out."""
+def tune_schema(settings: Schema, methods: Iterable[str]) -> Schema:
+    """What `fedprompt tune` tries: settings with lists of values or ranges, also below the name of a method."""
     number = {"type": "number"}
     interval = {
         "type": "object",
@@ -203,7 +204,10 @@ def tune_schema(settings: Schema) -> Schema:
         "description": "What `fedprompt tune` tries: settings, each with a list of values, a range, or null for nothing.",
         "type": "object",
         "additionalProperties": False,
-        "properties": {key: entry(reference(f"setting/properties/{key}")) for key in names},
+        "properties": {
+            **{key: entry(reference(f"setting/properties/{key}")) for key in names},
+            **dict.fromkeys(methods, reference(TUNE)),
+        },
         "patternProperties": {key: entry(each) for key, each in patterns.items()},
     }
 

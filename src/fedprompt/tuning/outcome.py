@@ -66,20 +66,7 @@ class Outcome:
 
 def conclude_study(plan: Plan, world: World, fingerprint: str) -> Outcome:
     """Count what the study cost, choose the best trial and write its config."""
-    found: dict[str, TrialRow] = {}
-    seconds, passes = 0.0, 0
-    for stage in range(len(plan.stops)):
-        for trial in open_stage(plan, stage).get_trials(deepcopy=False, states=DONE):
-            folder, diverged = trial.user_attrs[FOLDER], DIVERGED in trial.user_attrs
-            before = found[folder].figures if folder in found else ()
-            spent, images, rounds = _cost(plan.trial(trial.params, folder, None), world)
-            if folder not in found:
-                seconds, passes = seconds + spent, passes + images
-            number, ended = int(folder.rpartition("-")[2]), stage == len(plan.stops) - 1 and not diverged
-            found[folder] = TrialRow(
-                number, dict(trial.params), (*before, float(trial.value or 0.0)), ended, diverged, rounds
-            )
-    rows = sorted(found.values(), key=lambda row: row.number)
+    rows, seconds, passes = _trials(plan, world)
     whole = [row for row in rows if row.whole]
     if not whole:
         raise RunError(f"study {plan.study!r} must have a trial that does not diverge, got none of {len(rows)}")
@@ -103,6 +90,24 @@ def conclude_study(plan: Plan, world: World, fingerprint: str) -> Outcome:
     path = plan.directory.parent / f"{plan.study}.yaml"
     write_atomically(path, best_config(plan, tuned).encode())
     return Outcome(plan, rows, best, tuned, path)
+
+
+def _trials(plan: Plan, world: World) -> tuple[list[TrialRow], float, int]:
+    """All trials, and the seconds and passes of training images that they took together."""
+    found: dict[str, TrialRow] = {}
+    seconds, passes = 0.0, 0
+    for stage in range(len(plan.stops)):
+        for trial in open_stage(plan, stage).get_trials(deepcopy=False, states=DONE):
+            folder, diverged = trial.user_attrs[FOLDER], DIVERGED in trial.user_attrs
+            before = found[folder].figures if folder in found else ()
+            spent, images, rounds = _cost(plan.trial(trial.params, folder, None), world)
+            if folder not in found:
+                seconds, passes = seconds + spent, passes + images
+            number, ended = int(folder.rpartition("-")[2]), stage == len(plan.stops) - 1 and not diverged
+            found[folder] = TrialRow(
+                number, dict(trial.params), (*before, float(trial.value or 0.0)), ended, diverged, rounds
+            )
+    return sorted(found.values(), key=lambda row: row.number), seconds, passes
 
 
 def _cost(config: Config, world: World) -> tuple[float, int, int]:

@@ -36,6 +36,12 @@ class Plan:
     trials: int
 
     @property
+    def title(self) -> str:
+        """Its name without what all studies of a config file share."""
+        name = self.directory.parent.name.removeprefix("tune-")
+        return self.study.removeprefix(f"{name}-").removesuffix(f"-seed{self.seed}")
+
+    @property
     def seed(self) -> int:
         return self.config.seed
 

@@ -20,7 +20,7 @@ from fedprompt.runs.lock import disk, locked
 from fedprompt.tuning import study
 from fedprompt.tuning.outcome import Outcome, conclude_study, prepared
 from fedprompt.tuning.plan import PLAN, Plan
-from fedprompt.tuning.space import has_setting, search_space
+from fedprompt.tuning.space import has_setting, is_method, search_space
 from fedprompt.tuning.study_page import write_page
 
 MOST_TRIALS = 100_000
@@ -102,11 +102,20 @@ def _planned(config: Config, world: World, section: Mapping[str, Any], directory
 def _check_section(section: Mapping[str, Any], configs: Sequence[Config], worlds: Sequence[World]) -> None:
     """Raise for an entry that no config has: it is probably misspelt."""
     methods = [registry.build(config.method, config.variant) for config in configs]
-    for setting, value in section.items():
-        every = zip(configs, methods, worlds, strict=True)
-        if value is not None and not any(has_setting(*each, setting) for each in every):
-            who = ", ".join(dict.fromkeys(config.label for config in configs))
-            raise ConfigError(broken(f"tune.{setting}", f"be a setting or a trained tensor of {who}", setting))
+    names = dict.fromkeys(str(config.method["name"]) for config in configs)
+    for key, value in section.items():
+        own = is_method(key)
+        if own and key not in names:
+            rule = f"be a setting, or a method of the config: {', '.join(names)}"
+            raise ConfigError(broken(f"tune.{key}", rule, key))
+        those = [
+            each for each in zip(configs, methods, worlds, strict=True) if not own or each[0].method["name"] == key
+        ]
+        for setting, given in (value if own else {key: value}).items():
+            if given is not None and not any(has_setting(*each, setting) for each in those):
+                who = ", ".join(dict.fromkeys(config.label for config, _, _ in those))
+                field = f"tune.{key}.{setting}" if own else f"tune.{key}"
+                raise ConfigError(broken(field, f"be a setting or a trained tensor of {who}", setting))
 
 
 def _work_together(plan: Plan, stage: int, jobs: int) -> None:

@@ -1,4 +1,7 @@
-"""The search space of a config: learning rates by group of tensors, what its method adds, and what the section `tune` says."""
+"""The search space of a config: learning rates by group of tensors, what its method adds, and what the section `tune` says.
+
+Entries of `tune` are for every method of the config; those below a method's name are for that method, and come after.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ RATES = "train.lrs."
 def search_space(config: Config, method: Method, world: World, section: Mapping[str, Any]) -> SearchSpace:
     """What is searched for a complete config. Entries of `section` replace those below, and null removes them."""
     space: dict[str, FloatRange | Choice] = {**_rates(config.train, method, world), **_declared(method)}
-    for setting, value in section.items():
+    for setting, value in entries_of(section, config.method["name"]).items():
         given = given_range(setting, value)
         if given is None:
             space = {key: each for key, each in space.items() if key != setting and not key.startswith(f"{setting}.")}
@@ -31,6 +34,17 @@ def search_space(config: Config, method: Method, world: World, section: Mapping[
             changed = applied(config, {setting: value})
             registry.build(changed.method, changed.variant)  # both raise where the config cannot have it
     return space
+
+
+def entries_of(section: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """The entries for one method: those for every method, then its own, which take the place of equal ones."""
+    own = section.get(method) or {}
+    return {key: value for key, value in section.items() if not is_method(key) and key not in own} | own
+
+
+def is_method(key: str) -> bool:
+    """Whether an entry of the section `tune` is the name of a method: settings have a dot, or are a section."""
+    return "." not in key and key not in TUNED_SECTIONS
 
 
 def _declared(method: Method) -> dict[str, FloatRange | Choice]:
@@ -68,9 +82,9 @@ def has_setting(config: Config, method: Method, world: World, setting: str) -> b
     return True
 
 
-def given_range(setting: str, value: Any) -> FloatRange | Choice | None:
+def given_range(setting: str, value: Any, field: str = "") -> FloatRange | Choice | None:
     """An entry of the section `tune`: a list of values, or a mapping with low and high."""
-    field = f"tune.{setting}"
+    field = field or f"tune.{setting}"
     if setting.split(".")[0] not in TUNED_SECTIONS:
         raise ConfigError(broken(field, f"be a setting of {', '.join(TUNED_SECTIONS)}", setting))
     if value is None:
@@ -88,13 +102,20 @@ def given_range(setting: str, value: Any) -> FloatRange | Choice | None:
 
 
 def read_section(raw: object) -> dict[str, Any]:
-    """The section `tune` of a config file: settings with what may be tried for them."""
+    """The section `tune` of a config file: settings with what may be tried for them, also below names of methods."""
     if raw is None:
         return {}
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         raise ConfigError(broken("tune", "map settings to lists of values or to ranges", raw))
-    for setting, value in raw.items():
-        given_range(setting, value)
+    for key, value in raw.items():
+        if not is_method(key):
+            given_range(key, value)
+        elif not isinstance(value, dict) or not all(isinstance(setting, str) for setting in value):
+            rule = f"be a setting of {', '.join(TUNED_SECTIONS)}, or a method with a mapping of its settings"
+            raise ConfigError(broken(f"tune.{key}", rule, value))
+        else:
+            for setting, each in value.items():
+                given_range(setting, each, f"tune.{key}.{setting}")
     return raw
 
 

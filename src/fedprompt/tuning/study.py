@@ -32,7 +32,7 @@ except ImportError as error:  # an extra
 STUDIES = "studies.db"
 LOCK = "studies.lock"
 FOLDER, DIVERGED = "folder", "diverged"  # what is noted of a trial
-OWN = "trial-0000"  # the trial with the values of the config
+OWN = "trial-0000"  # has the values of the config, also those outside what is searched: these it does not name
 OBJECTIVE = "Average accuracy on validation images"
 DONE = (optuna.trial.TrialState.COMPLETE,)
 RUNNING = (optuna.trial.TrialState.RUNNING,)
@@ -114,7 +114,9 @@ def _next_trial(plan: Plan, study: optuna.Study, stage: int) -> optuna.Trial | N
         trial = study.ask()
         if FOLDER not in trial.user_attrs:
             trial.set_user_attr(FOLDER, f"trial-{known:04d}")
-        for setting, each in plan.space.items():
+        values = plan.space if trial.user_attrs.get(FOLDER) != OWN else start_of(plan.config, plan.space)
+        for setting in values:
+            each = plan.space[setting]
             if isinstance(each, FloatRange):
                 trial.suggest_float(setting, each.low, each.high, log=each.log)
             else:

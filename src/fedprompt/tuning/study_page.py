@@ -18,7 +18,8 @@ HEAD = ("Study", "Trials", "Ended early", "Diverged", "Rounds", "Image passes", 
 EXPLANATION = (
     "Accuracies are the Average on validation images, which are training images that no trial trained on. No test image was "
     "read. Config's own is the first trial, with the values of the config file; it may have ended early. Every study has the "
-    "same number of trials, and of rounds but for trials that diverged."
+    "same number of trials, and of rounds but for trials that diverged. A dash as a value: that of the config, outside of "
+    "what was searched."
 )
 
 
@@ -29,7 +30,7 @@ def write_page(outcomes: Sequence[Outcome], directory: Path) -> Path:
     ]
     for number, outcome in enumerate(outcomes):
         sections.append(_study(outcome, number, directory))
-    names = ["What each method was given", *(outcome.plan.study for outcome in outcomes)]
+    names = ["What each method was given", *(outcome.plan.title for outcome in outcomes)]
     lead = html_elements.paragraph(f"{len(outcomes)} studies on validation images, by fedprompt tune.")
     contents = [(html_elements.slug(name), name) for name in names]
     page = html_elements.document("Tuning", lead, "\n".join(sections), contents)
@@ -41,7 +42,7 @@ def given_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """The lines of the table, as text."""
     return [
         [
-            each.plan.study,
+            each.plan.title,
             str(each.tuned.trials),
             str(each.tuned.pruned),
             str(each.tuned.diverged),
@@ -62,7 +63,7 @@ def unequal(outcomes: Sequence[Outcome]) -> list[str]:
         planned = planned_rounds(each.tuned.trials, each.plan.config.federation.rounds)
         if each.tuned.rounds != planned:
             lines.append(
-                f"{each.plan.study}: {each.tuned.rounds} of {planned} rounds, since trials diverged or ended by themselves"
+                f"{each.plan.title}: {each.tuned.rounds} of {planned} rounds, since trials diverged or ended by themselves"
             )
     return lines
 
@@ -83,7 +84,7 @@ def _study(outcome: Outcome, number: int, directory: Path) -> str:
             "Every trial: the values it tried, and its Average at the first comparison. The thick line is the chosen one.",
         )
     }
-    if shares:
+    if len(shares) > 1:
         pictures["importance"] = (
             importance_plot(shares, measure),
             f"Share of each setting in the differences between trials, by {measure}.",
@@ -91,16 +92,20 @@ def _study(outcome: Outcome, number: int, directory: Path) -> str:
     for name, (figure, caption) in pictures.items():
         write_atomically(directory / f"{plan.study}-{name}.png", png(figure))
         drawn.append(html_elements.picture(svg(figure, f"{prefix}-{name}"), caption))
-    missing = [] if shares else [html_elements.paragraph("Importance needs four trials with different figures.")]
+    missing = (
+        []
+        if shares or len(plan.space) < 2
+        else [html_elements.paragraph("Importance needs four trials with different figures.")]
+    )
     rows = [[Cell(text, row is outcome.best) for text in _line(row, list(plan.space))] for row in outcome.rows]
     head = ["Trial", *plan.space, "First", "Objective", "Rounds"]
     return html_elements.section(
-        plan.study,
+        plan.title,
         html_elements.paragraph(f"Chosen, and written to {outcome.path.name}:"),
         html_elements.definitions(chosen),
         html_elements.pictures(drawn),
         *missing,
-        html_elements.folded("All trials", html_elements.table(f"Trials of {plan.study}", head, rows)),
+        html_elements.folded("All trials", html_elements.table(f"Trials of {plan.title}", head, rows)),
     )
 
 
@@ -108,7 +113,7 @@ def _line(row: TrialRow, settings: Sequence[str]) -> list[str]:
     figure = "diverged" if row.diverged else _percent(row.objective)
     return [
         str(row.number),
-        *(_value(row.values[name]) for name in settings),
+        *(_value(row.values[name]) if name in row.values else NOTHING for name in settings),
         _percent(row.first),
         figure,
         str(row.rounds),

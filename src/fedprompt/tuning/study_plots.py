@@ -24,7 +24,8 @@ FEWEST = 4  # trials for which importance says something
 def importance(outcome: Outcome) -> tuple[str, dict[str, float]]:
     """How much each setting decides on the Average at the first rung, which all trials reach, and by which measure.
 
-    fANOVA where scikit-learn is installed, else PED-ANOVA. Nothing where all trials came out alike.
+    fANOVA where scikit-learn is installed, else PED-ANOVA. Nothing where all trials came out alike. A first trial whose
+    values lie outside the ranges does not count.
     """
     try:
         import sklearn  # noqa: F401
@@ -39,9 +40,10 @@ def importance(outcome: Outcome) -> tuple[str, dict[str, float]]:
         else optuna.distributions.CategoricalDistribution(each.values)
         for setting, each in outcome.plan.space.items()
     }
-    for row in outcome.rows:
+    complete = [row for row in outcome.rows if row.values.keys() == space.keys()]
+    for row in complete:
         copy.add_trial(optuna.trial.create_trial(params=row.values, distributions=space, value=row.first))
-    if len(outcome.rows) < FEWEST or len({row.first for row in outcome.rows}) < 2:
+    if len(complete) < FEWEST or len({row.first for row in complete}) < 2:
         return name, {}
     try:
         found = optuna.importance.get_param_importances(copy, evaluator=evaluator)
@@ -68,14 +70,17 @@ def parallel_plot(outcome: Outcome) -> Figure:
     plan, rows = outcome.plan, outcome.rows
     settings = list(plan.space)
     with plot_style():
-        figure = new_figure(1.6 + 1.3 * (len(settings) + 1), 3.8)
+        figure = new_figure(max(5.2, 1.6 + 1.3 * (len(settings) + 1)), 3.8)  # letters as large as in the other picture
         axes = figure.subplots()
         figures = [row.first for row in rows]
         low, high = min(figures), max(max(figures), min(figures) + 1e-9)
         norm = Normalize(low, high)
         shades = ScalarMappable(norm, "viridis")
         for row in sorted(rows, key=lambda row: row is outcome.best):
-            heights = [_height(plan.space[setting], row.values[setting]) for setting in settings]
+            heights = [
+                _height(plan.space[setting], row.values[setting]) if setting in row.values else math.nan
+                for setting in settings
+            ]
             best = row is outcome.best
             axes.plot(
                 range(len(settings) + 1),

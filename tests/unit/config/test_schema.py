@@ -155,7 +155,7 @@ def test_published_numbers_that_cannot_be_read_do_not_fit(published: dict[str, A
 
 def settings(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, definition in schema["$defs"].items():
-        if name not in ("setting", "sweep", "overlay.sweep"):
+        if name not in ("setting", "sweep", "overlay.sweep", "tune"):
             yield from ((f"{name}.{key}", each) for key, each in definition.get("properties", {}).items())
     yield from schema["properties"].items()
 

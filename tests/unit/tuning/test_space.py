@@ -85,10 +85,29 @@ def test_null_for_a_section_removes_all_of_it(settings: Make) -> None:
     assert dict(space) == {"method.prompt_tokens": Choice((1, 2))}
 
 
+def test_entries_below_a_method_are_for_that_method_and_replace_those_for_all(settings: Make) -> None:
+    section = {
+        "train.lrs.prompt": {"low": 0.1, "high": 1.0},
+        "train.lrs.head.*": [0.5],
+        "fedvpt_deep": {"train.lrs.prompt": {"low": 0.2, "high": 2.0}, "train.momentum": [0.5]},
+        "local": {"train.lrs": None},
+    }
+    _, plain = space_of(settings, section)
+    assert dict(plain) == {"train.lrs.prompt": FloatRange(0.1, 1.0), "train.lrs.head.*": Choice((0.5,))}
+    _, deep = space_of(settings, section, method={"name": "fedvpt_deep"})
+    assert deep["train.lrs.prompt"] == FloatRange(0.2, 2.0)
+    assert (deep["train.momentum"], deep["train.lrs.head.*"]) == (Choice((0.5,)), Choice((0.5,)))
+    _, local = space_of(settings, section, method={"name": "local"})
+    assert dict(local) == {}
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
         ([1], "tune must map settings"),
+        ({"fedvpt": [1]}, "tune.fedvpt must be a setting of train, .*, or a method with a mapping of its settings"),
+        ({"fedvpt": {"seed": [1]}}, "tune.fedvpt.seed must be a setting of train"),
+        ({"fedvpt": {"train.lr": 3}}, "tune.fedvpt.train.lr must be a list of values"),
         ({"data.validation": [0.1]}, r"tune.data.validation must be a setting of train, method"),
         ({"seed": [0, 1]}, r"tune.seed must be a setting of"),
         ({"train.lr": 3}, "must be a list of values, a mapping with low, high"),

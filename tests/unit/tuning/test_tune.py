@@ -74,6 +74,31 @@ def test_the_first_trial_has_the_values_of_the_config_and_is_seen_to_the_end(set
     assert again.history()[-1]["average"] == outcome.start.objective
 
 
+def test_the_first_trial_also_has_values_of_the_config_that_are_not_in_the_ranges(
+    settings: Make, tmp_path: Path
+) -> None:
+    section = {"train.lrs.prompt": {"low": 0.1, "high": 1.0}}
+    (outcome,) = tuned([config(settings, train={"lr": 0.05})], tmp_path / "tune", section, trials=2)
+    assert outcome.start.values == {"train.lrs.head.*": 0.05}
+    trial = outcome.plan.trial(outcome.start.values, "again", None)
+    assert trial.train.lr == 0.05
+    assert "prompt" not in trial.train.lrs
+    assert set(outcome.rows[1].values) == {"train.lrs.prompt", "train.lrs.head.*"}
+    assert outcome.start.figures
+    assert "NaN" not in (tmp_path / "tune/tuning.html").read_text()
+
+
+def test_an_adaptive_setting_is_that_of_the_config_in_the_first_trial(settings: Make, tmp_path: Path) -> None:
+    """The temperature of PEP-FedPT comes from the data: no number of the range is the same."""
+    (outcome,) = tuned([config(settings, "pep_fedpt")], tmp_path / "tune", trials=1)
+    assert "method.temperature" in outcome.plan.space
+    assert "method.temperature" not in outcome.start.values
+    assert (
+        outcome.plan.trial(outcome.start.values, "x", None).method["temperature"]
+        == outcome.plan.config.method["temperature"]
+    )
+
+
 @pytest.mark.slow
 def test_equal_seeds_propose_equal_values_and_others_do_not(settings: Make, tmp_path: Path) -> None:
     first, second = (tuned([config(settings)], tmp_path / name)[0] for name in ("a", "b"))
@@ -189,8 +214,9 @@ def test_trials_that_diverge_are_counted_and_never_chosen(settings: Make, tmp_pa
     assert outcome.tuned.diverged >= 1
     assert outcome.tuned.chosen == {"train.lr": 0.05}
     assert outcome.tuned.trials == TRIALS
+    bad = config(settings, name="bad", train={"lr": 1e30})
     with pytest.raises(RunError, match="must have a trial that does not diverge, got none of 2"):
-        tuned([config(settings, name="bad")], tmp_path / "bad", {"train.lrs": None, "train.lr": [1e30]}, trials=2)
+        tuned([bad], tmp_path / "bad", {"train.lrs": None, "train.lr": [1e30]}, trials=2)
 
 
 @pytest.mark.slow
@@ -241,7 +267,7 @@ def test_the_page_and_the_pictures_show_every_study(settings: Make, tmp_path: Pa
     outcomes = tuned([config(settings), config(settings, "head_tune")], tmp_path / "tune")
     page = (tmp_path / "tune/tuning.html").read_text()
     for each in outcomes:
-        assert each.plan.study in page
+        assert f">{each.plan.title}</h2>" in page
         assert (tmp_path / f"tune/{each.plan.study}-parallel.png").read_bytes().startswith(b"\x89PNG")
     assert "What each method was given" in page
     assert "train.lrs.prompt" in page.replace("<wbr>", "")
@@ -255,6 +281,8 @@ def test_the_page_and_the_pictures_show_every_study(settings: Make, tmp_path: Pa
         ({}, {"method.kl_weight": [1.0]}, r"tune.method.kl_weight must be a setting or a trained tensor of fedvpt"),
         ({}, {"train.lrs.gate.*": [1.0]}, r"tune.train.lrs.gate.\* must be a setting or a trained tensor of fedvpt"),
         ({}, {"train.lrs": None}, r"method must have something to tune"),
+        ({}, {"fedvtp": {"train.lr": [1.0]}}, r"tune.fedvtp must be a setting, or a method of the config: fedvpt"),
+        ({}, {"fedvpt": {"method.kl_weight": [1.0]}}, r"tune.fedvpt.method.kl_weight must be a setting or a trained"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_before_the_first_trial(
