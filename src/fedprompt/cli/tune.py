@@ -50,9 +50,10 @@ def tune(
     from rich.table import Table
 
     caption = "\n".join(["per cent of validation images; no test image was read", *unequal(outcomes)])
-    table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     for position, title in enumerate(HEAD):
-        table.add_column(title, justify="right" if position else "left", overflow="fold")
+        least = max(map(len, title.split())) if position else min(24, max(len(each.plan.title) for each in outcomes))
+        table.add_column(title, justify="right" if position else "left", overflow="fold", min_width=least)
     for row in given_rows(outcomes):
         table.add_row(*map(safe_line, row))
     Console().print(table)

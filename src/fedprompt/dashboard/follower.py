@@ -137,6 +137,15 @@ class Follower:
         self.history, self.config, self._grown = History(), None, None
         self.generation += 1
 
+    @property
+    def _complete(self) -> bool:
+        """Whether nothing is missing; a run may end before its last round, but not without its final test."""
+        if self.config is None:
+            return False
+        if self.config.federation.evaluate_on == "validation":
+            return self.history.final_test is not None
+        return self.history.done >= self.config.federation.rounds
+
     def status(self, locks: Locks) -> tuple[str, str]:
         """See `liveness.status`."""
         writer = locks.writer_of(self.found.path)
@@ -146,7 +155,7 @@ class Follower:
         return status(
             Signs(
                 damaged=self.reason is not None,
-                complete=self.config is not None and self.history.done >= self.config.federation.rounds,
+                complete=self._complete,
                 writer=writer,
                 grown=None if self._grown is None else now - self._grown,
                 quiet=time.time() - self.signature.changed if self.signature else 0.0,

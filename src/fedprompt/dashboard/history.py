@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 from fedprompt.dashboard.run_reader import NewEvent, NewRound
 from fedprompt.metrics.accuracy import is_summary
+from fedprompt.runs.final_figures import EVENT, RESULT
 from fedprompt.runs.store import PRIVACY, REFUSED
 
 LATEST = 100  # events that are shown
+ELSEWHERE = (PRIVACY, RESULT, EVENT)  # events that are not: one in every round or of every client, and tiles
 PACE = 20  # rounds whose mean time is used for the estimate
 GROUPS = 200  # kinds, rules, phases and domains that are counted separately
 
@@ -46,6 +48,8 @@ class History:
     spent_rounds: array[int] = field(default_factory=lambda: array("q"))
     spent: array[float] = field(default_factory=lambda: array("d"))
     """Epsilon; infinite without noise."""
+    final_test: tuple[int, float, float] | None = None
+    """Round, Average and Worst Local of the test after the last round, where rounds are evaluated on validation images."""
 
     @property
     def done(self) -> int:
@@ -81,8 +85,10 @@ class History:
         for each in events:
             self.last_event = each.number
             _count(self.kinds, each.kind)
-            if each.kind != PRIVACY:  # one in every round, shown as a curve
+            if each.kind not in ELSEWHERE:
                 self.latest.append(each)
+            if each.kind == EVENT and isinstance(each.figure, dict) and is_summary(each.figure):
+                self.final_test = (each.round, each.figure["average"], each.figure["worst"])
             if each.kind == REFUSED:
                 _count(self.refused, str(each.figure))
             if each.kind == PRIVACY:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedprompt.runs.final_figures import EVENT
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import MOST_ARGUMENTS, PRIVACY, REFUSED, RoundRecord, RunReader
 from fedprompt.runs.tables import FILE
@@ -16,7 +17,11 @@ BUSY = 2.0  # seconds to wait if SQLite is busy; the page asks again anyway
 LOOK = 5.0  # seconds for one read; a longer one is reported as damage, so that one file cannot block the page
 CHECKED = 2**26  # bytes up to which the structure of a file is checked at every read, in about 30 ms at most
 DETAIL = 400  # characters of an event that are shown
-FIGURES = {REFUSED: "rule", PRIVACY: "epsilon"}  # the field shown for events whose details are mappings
+FIGURES = {
+    REFUSED: "rule",
+    PRIVACY: "epsilon",
+    EVENT: "summary",
+}  # the field shown for events whose details are mappings
 # SQLite reads standard JSON a hundred times faster; JSON with a NaN is read here
 COUNTS: dict[str, type] = {
     "json_valid(result)": int,
@@ -48,7 +53,7 @@ class NewEvent:
     detail: str
     """Its beginning."""
     figure: Any
-    """The rule of a refusal, the epsilon of a cost."""
+    """The rule of a refusal, the epsilon of a cost, the figures of the final test."""
 
 
 class LiveReader(RunReader):
@@ -91,7 +96,7 @@ class LiveReader(RunReader):
         self._complete("events", events, lambda last: last.last_event)
 
     def accuracies(self, round: int, clients: Sequence[int] | None = None) -> dict[int, float]:
-        """Test accuracy by client number, of all or of some."""
+        """Accuracy by client number, of all or of some."""
         found: dict[int, float] = {}
         parts = (
             [clients[at : at + MOST_ARGUMENTS] for at in range(0, len(clients), MOST_ARGUMENTS)] if clients else [()]

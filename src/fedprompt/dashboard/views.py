@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from fedprompt.config import Config
 from fedprompt.dashboard.discovery import printable
 from fedprompt.dashboard.downsampling import clip, ends_and_middle, evenly, kept, plain, stride
 from fedprompt.dashboard.follower import Follower
@@ -81,6 +82,8 @@ class Views:
                 "after": after,
                 "entry": self._entry(follower),
                 "figures": _figures(history, config.federation.last_rounds if config else 1),
+                "rounds_on": config.federation.evaluate_on if config else "test",
+                "tested": None if history.final_test is None else [plain(each) for each in history.final_test],
                 "curves": _curves(history, after, every),
                 "every": every[:2],
                 "phases": history.phases,
@@ -143,11 +146,25 @@ class Views:
                 "backbone": _short(config.backbone.name) if config else None,
                 "rounds": history.done,
                 "of": config.federation.rounds if config else None,
-                "average": plain(history.average[-1]) if history.average else None,
-                "worst": plain(history.worst[-1]) if history.worst else None,
+                **_counted(history),
+                "images": _images(history, config),
                 "changed": follower.signature.changed if follower.signature else None,
                 "left": left if state == "running" else None,
             }
+
+
+def _counted(history: History) -> dict[str, Any]:
+    """Average and Worst Local of the final test if there was one, else of the latest evaluated round."""
+    latest = (history.average[-1], history.worst[-1]) if history.average else (None, None)
+    average, worst = latest if history.final_test is None else history.final_test[1:]
+    return {"average": plain(average), "worst": plain(worst)}
+
+
+def _images(history: History, config: Config | None) -> str | None:
+    """Which images these two are of."""
+    if config is None:
+        return None
+    return "test" if history.final_test is not None else config.federation.evaluate_on
 
 
 def _short(source: str) -> str:
@@ -317,7 +334,8 @@ def _family_curve(group: Family, followers: Sequence[Follower]) -> dict[str, Any
         mean, worst = sum(averages) / len(averages), sum(worsts) / len(worsts)
         points.append(plain([rounds[place], mean, min(averages), max(averages), worst, sum(sent) / len(sent)]))
     return {
-        "label": clip(group.title, 300),
+        "label": clip(group.title, 300)
+        + (", validation images" if group.runs[0].config.federation.evaluate_on == "validation" else ""),
         "ids": [each.found.id for each in followers],
         "names": [clip(each.found.name, NAME) for each in followers],
         "seeds": [run.config.seed for run in group.runs],

@@ -41,6 +41,7 @@ class LiveProgress(Observer):
         self._label = ""
         self._warming = False  # whether the first steps are shorter than others
         self._doing, self._clients, self._ready = "", 0, 0
+        self._on = ""  # which images the figures of rounds are of, unless it is the test images
         self._pace = Pace(self._begin)
         self._expected = False  # whether the time of all rounds was said
         self._figures: Mapping[str, Any] = {}
@@ -50,6 +51,7 @@ class LiveProgress(Observer):
         self._label, self._rounds = safe_line(f"{config.label} · seed {config.seed}"), config.federation.rounds
         self._first = self._done = rounds_done
         self._warming = bool(config.train.warmup_epochs)
+        self._on = " (validation)" if config.federation.evaluate_on == "validation" else ""
         self._begin = self._shown = self._now()
         again = f", resumed after round {rounds_done}" if rounds_done else ""
         self._console.print(Text.assemble((self._label, "bold"), f": {safe_line(config.run_name)}{again}"))
@@ -129,8 +131,8 @@ class LiveProgress(Observer):
         self._doing, self._shown, self._expected = "", self._now(), True
         values = {"loss": "-" if record.loss is None else f"{record.loss:.4f}", "ETA": self._left()}
         if record.summary is not None:
-            values["Average"] = f"{100 * record.summary['average']:.2f} %"
-            values["Worst Local"] = f"{100 * record.summary['worst']:.2f} %"
+            values[f"Average{self._on}"] = f"{100 * record.summary['average']:.2f} %"
+            values[f"Worst Local{self._on}"] = f"{100 * record.summary['worst']:.2f} %"
         self._show(**values)
         if self._live is None:
             figures = "  ".join(f"{key} {value}" for key, value in values.items())
@@ -143,7 +145,8 @@ class LiveProgress(Observer):
     def finished(self) -> None:
         self.stop()
         figures = "  ".join(f"{title} {100 * value:.2f} %" for title, value in _concluding(self._figures).items())
-        self._console.print(f"  done: {figures or 'no round was evaluated'}", highlight=False, soft_wrap=True)
+        which = _images(self._figures)
+        self._console.print(f"  done: {figures or 'no round was evaluated'}{which}", highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Give the terminal back, also when the run failed."""
@@ -200,9 +203,20 @@ class LiveProgress(Observer):
     def _panel(self) -> Table:
         table = Table.grid(padding=(0, 2))
         table.add_row("", ProgressBar(total=self._rounds, completed=self._done, width=40))
-        for key in ("round", "cohort", "doing", "loss", "Average", "Worst Local", "ETA"):
+        for key in ("round", "cohort", "doing", "loss", f"Average{self._on}", f"Worst Local{self._on}", "ETA"):
             table.add_row(Text(key, style="dim"), Text(self._values.get(key, "-")))
         return table
+
+
+def _images(figures: Mapping[str, Any]) -> str:
+    """Which images the figures are of, where rounds are evaluated on validation images."""
+    if "images" not in figures:
+        return ""
+    return (
+        "  (validation images)"
+        if figures["images"] == "validation"
+        else f"  (test images, round {figures['best_round']})"
+    )
 
 
 def _concluding(figures: Mapping[str, Any]) -> dict[str, float]:

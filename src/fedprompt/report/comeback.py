@@ -55,6 +55,7 @@ def save_comeback(runs: Sequence[Run], client: str, away: tuple[int, int], path:
     """Draw the client's accuracy by round, the absence shaded, as a PNG."""
     from matplotlib.ticker import MaxNLocator
 
+    from fedprompt.report.evaluated_rounds import accuracy_title
     from fedprompt.report.plot_style import INK, new_figure, plot_style, png
     from fedprompt.report.plots import add_legend, dress
 
@@ -68,7 +69,7 @@ def save_comeback(runs: Sequence[Run], client: str, away: tuple[int, int], path:
             points = [(round, values[number]) for round, values in table.items()]
             known = [(round, 100 * value) for round, value in points if value is not None]
             axes.plot([place for place, _ in known], [value for _, value in known], **dress(number, len(known)))
-        axes.set(title=f"{client}, away in the shaded rounds", xlabel="Round", ylabel="Accuracy (%)")
+        axes.set(title=f"{client}, away in the shaded rounds", xlabel="Round", ylabel=f"{accuracy_title(runs)} (%)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         add_legend(figure, dict(enumerate(label for label, _ in named)))
     write_atomically(path, png(figure))

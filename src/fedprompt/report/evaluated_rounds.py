@@ -5,7 +5,7 @@ A hundred thousand results are as many JSON texts; only two arrays and the sum o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +26,14 @@ class Results:
     """Of these clients, as fractions."""
     bins: np.ndarray | None
     """Samples, summed confidence and correct answers by bin, over all clients; None without clients."""
+
+
+def accuracy_title(runs: Iterable[Run], last: bool = False) -> str:
+    """What an axis of accuracies is called: by round, or (`last`) where the final test counts if there was one."""
+    kinds = {"test" if last and run.final_test is not None else run.config.federation.evaluate_on for run in runs}
+    if kinds == {"test"} or not kinds:
+        return "Accuracy"
+    return "Accuracy on validation images" if kinds == {"validation"} else "Accuracy, of some on validation images"
 
 
 _kept: WeakKeyDictionary[Run, dict[int, Results]] = WeakKeyDictionary()  # rounds that are committed never change

@@ -98,7 +98,7 @@ def client_heatmap(
             image = axes.imshow(
                 found.table, aspect="auto", cmap="cividis", interpolation="nearest", vmin=low, vmax=high
             )
-            figure.colorbar(image, ax=axes, label="Accuracy (%)")
+            figure.colorbar(image, ax=axes, label=f"{evaluated_rounds.accuracy_title([run])} (%)")
             thin(axes.set_xticks, [str(round) for round in found.rounds], NAMED_COLUMNS)
             thin(axes.set_yticks, [shortened(name) for name in found.rows], NAMED_ROWS)
     return figure

@@ -21,7 +21,7 @@ from fedprompt.errors import RunError
 from fedprompt.io.files import write_atomically
 from fedprompt.metrics.accuracy import mean_title
 from fedprompt.report.comparison_table import averaged, format_bytes, row_of
-from fedprompt.report.evaluated_rounds import last_results
+from fedprompt.report.evaluated_rounds import accuracy_title, last_results
 from fedprompt.report.method_grid import Arrangement
 from fedprompt.report.plot_style import INK, colour, marker, new_figure, plot_style, png
 from fedprompt.runs.families import Family, Labelled, families
@@ -53,7 +53,7 @@ def bytes_against_accuracy(runs: Sequence[Run]) -> Figure:
 
 
 def calibration(runs: Sequence[Run]) -> Figure:
-    """Accuracy by confidence, over the test images of all clients in the last evaluated round."""
+    """Accuracy by confidence, over the images of all clients in the last evaluated round."""
     return picture(draw_calibration, runs)
 
 
@@ -125,8 +125,14 @@ def draw_curves(axes: Axes, groups: Groups) -> None:
             axes.plot(rounds, mean, line, markersize=4, **dress(number, len(rounds)))
             if len(table) > 1:
                 draw_band(axes, number, rounds, mean, table.std(axis=0, ddof=1))
-    axes.set(title="Average (solid) and Worst Local (dashed)", xlabel="Round", ylabel="Accuracy (%)")
+    axes.set(title="Average (solid) and Worst Local (dashed)", xlabel="Round")
+    axes.set_ylabel(f"{accuracy_title(members(groups))} (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def members(groups: Groups) -> list[Run]:
+    """All runs of some families."""
+    return [run for group in groups.values() for run in group.runs]
 
 
 def draw_band(axes: Axes, number: int, places: Sequence[float] | np.ndarray, mean: np.ndarray, std: np.ndarray) -> None:
@@ -148,7 +154,8 @@ def draw_clients(axes: Axes, groups: Groups) -> None:
         ranked = [np.interp(share, np.linspace(0, 1, len(values)), values) for values in accuracies]
         mean = 100 * np.mean(ranked, axis=0)
         axes.plot(np.arange(1, count + 1), mean, markersize=5, linewidth=1, **dress(number, count))
-    axes.set(title="Clients, worst to best", xlabel="Rank of the client", ylabel="Accuracy in the last round (%)")
+    axes.set(title="Clients, worst to best", xlabel="Rank of the client")
+    axes.set_ylabel(f"{accuracy_title(members(groups), last=True)} in the last round (%)")
     axes.set_xlim(0.5, most + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
@@ -164,7 +171,7 @@ def draw_domains(axes: Axes, groups: Groups) -> None:
                 middle = position - 0.42 + (place + 0.5) * width
                 error = np.std(values, ddof=1) if len(values) > 1 else None
                 axes.bar(middle, np.mean(values), 0.92 * width, yerr=error, color=colour(number), ecolor=INK)
-    axes.set(title="Domains", ylabel="Accuracy (%)", ylim=(0, None))
+    axes.set(title="Domains", ylabel=f"{accuracy_title(members(groups), last=True)} (%)", ylim=(0, None))
     axes.grid(False, axis="x")
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor")
 
@@ -181,7 +188,8 @@ def draw_bytes(axes: Axes, groups: Groups) -> None:
         axes.errorbar(
             sent.mean, 100 * average.mean, error, color=colour(number), marker=marker(number), markersize=8, capsize=3
         )
-    title = mean_title("Average", averaged([*rows.values()]))
+    accuracy = accuracy_title(members(groups), last=True)
+    title = mean_title("Average", averaged([*rows.values()])) + accuracy.removeprefix("Accuracy")
     axes.set(title="Communication", xlabel="Bytes sent in the whole run, up and down", ylabel=f"{title}, %")
     scale_bytes(axes, totals)
 
@@ -219,7 +227,8 @@ def draw_calibration(axes: Axes, groups: Groups) -> None:
             color=colour(number),
             marker=marker(number),
         )
-    axes.set(title="Calibration", xlabel="Confidence (%)", ylabel="Accuracy (%)", xlim=(0, 101), ylim=(0, 101))
+    title = accuracy_title(members(groups), last=True)
+    axes.set(title="Calibration", xlabel="Confidence (%)", ylabel=f"{title} (%)", xlim=(0, 101), ylim=(0, 101))
 
 
 def pooled_bins(runs: Sequence[Run]) -> np.ndarray | None:

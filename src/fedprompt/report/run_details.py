@@ -14,7 +14,7 @@ from fedprompt.report.evaluated_rounds import last_results
 from fedprompt.report.events import client_name
 from fedprompt.runs.families import families, flatten, rounds_done
 from fedprompt.runs.families import written as written_value
-from fedprompt.runs.final_figures import RESULT
+from fedprompt.runs.final_figures import EVENT, RESULT
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import PRIVACY, REFUSED, RoundRecord
 
@@ -130,6 +130,7 @@ def run_details(run: Run) -> str:
         ("Seed", str(config.seed)),
         ("Progress", progress if run.finished else f"{progress}, unfinished"),
         ("Clients", clients_of(run)),
+        ("Accuracies of", images_of(run)),
         ("Config digest", config.digest()),
         ("Backbone digest", str(run.reader.fact("backbone"))),
         ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
@@ -142,6 +143,15 @@ def run_details(run: Run) -> str:
         *([html_elements.folded("Events", happened)] if happened else []),
     ]
     return html_elements.folded(run.name, "\n".join(parts), "run screen")
+
+
+def images_of(run: Run) -> str:
+    """Which images rounds and tables show."""
+    if run.config.federation.evaluate_on == "test":
+        return "test images"
+    if run.final_test is None:
+        return "validation images"
+    return f"test images, read once with the parameters of round {run.final_test.round}; of rounds: validation images"
 
 
 def clients_of(run: Run) -> str:
@@ -160,6 +170,8 @@ def rounds_table(run: Run) -> str:
     records = run.rounds()
     phases = list(dict.fromkeys(phase for record in records for phase in record.seconds))
     head = ["Round", "Clients", "Loss", "Average", "Worst Local", "Up", "Down", *(f"{phase} (s)" for phase in phases)]
+    if run.config.federation.evaluate_on == "validation":
+        head[3:5] = [f"{title} (validation)" for title in head[3:5]]
     return html_elements.table(f"Rounds of {run.name}", head, [round_line(record, phases) for record in records])
 
 
@@ -179,7 +191,7 @@ def round_line(record: RoundRecord, phases: Sequence[str]) -> list[Cell]:
 
 def events_table(run: Run) -> str:
     """Other events; refused updates and privacy have their own sections."""
-    found = [event for event in run.reader.events() if event[2] not in (REFUSED, PRIVACY, RESULT)]
+    found = [event for event in run.reader.events() if event[2] not in (REFUSED, PRIVACY, RESULT, EVENT)]
     rows = [
         [Cell(text) for text in (str(round), client_name(run, client), kind, detail)]
         for round, client, kind, detail in found[:MOST_EVENTS]

@@ -89,7 +89,7 @@ def communication(arranged: Arrangement) -> Part:
 def calibration(arranged: Arrangement) -> Part:
     caption = (
         "Accuracy against confidence in the last evaluated round. Dotted: perfectly calibrated; below it, too sure. "
-        "Large marks hold many test images."
+        "Large marks hold many images."
     )
     return _by_column("Calibration", arranged, plots.draw_calibration, caption)
 

@@ -75,7 +75,7 @@ def parallel_plot(outcome: Outcome) -> Figure:
         figures = [row.first for row in rows]
         low, high = min(figures), max(max(figures), min(figures) + 1e-9)
         norm = Normalize(low, high)
-        shades = ScalarMappable(norm, "viridis")
+        shades = ScalarMappable(Normalize(low, high + (high - low) / 4), "viridis")  # no yellow, pale on paper
         for row in sorted(rows, key=lambda row: row is outcome.best):
             heights = [
                 _height(plan.space[setting], row.values[setting]) if setting in row.values else math.nan

@@ -15,11 +15,13 @@ import pytest
 from dashboard_support import begin, commit, listed, write
 from forgery import forged
 
+from fedprompt.config import parse
 from fedprompt.dashboard.run_list import Catalogue
 from fedprompt.dashboard.views import HEAT_CLIENTS, HEAT_ROUNDS, MOST_COMPARED, Missing, Unusable, Views
+from fedprompt.metrics.accuracy import ClientResult, summarise
 from fedprompt.report import comparison_table
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import Event
+from fedprompt.runs.store import Event, RoundRecord, RunStore
 from fedprompt.runs.tables import FILE
 
 pytestmark = pytest.mark.unit
@@ -136,6 +138,39 @@ def test_the_final_average_and_the_mean_of_the_last_rounds_are_figures_of_their_
         commit(store, round, [correct])
     figures = views.run({"id": id_of(views)})["figures"]
     assert (figures["average"], figures["mean"], figures["mean_of"]) == (0.4, pytest.approx(0.6), 3)
+
+
+def test_a_run_on_validation_images_is_finished_by_its_final_test_whose_figures_are_the_final_ones(
+    tmp_path: Path, views: Views
+) -> None:
+    """It may end before its last round; the results of every client are no news."""
+    data, federation = {"validation": 0.2}, {"rounds": 9, "evaluate_on": "validation", "patience": 1}
+    store = RunStore.create(
+        tmp_path / "run",
+        {
+            "config": parse({"data": data, "federation": federation}).model_dump(mode="json"),
+            "clients": {"numbered": 2},
+            "backbone": "weights",
+            "versions": {},
+        },
+    )
+    store.commit(RoundRecord(0, [], None, 0, 0, None), b"", b"", {}, {})
+    commit(store, 1, [9, 7])
+    commit(store, 2, [6, 6])
+    before = views.run({"id": id_of(views)})
+    assert (before["entry"]["average"], before["entry"]["images"], before["tested"]) == (0.6, "validation", None)
+    assert before["entry"]["status"] != "finished"
+    tested = [ClientResult(10, correct, 1, 1, 0, [[10, 5, correct]]) for correct in (5, 3)]
+    results = [Event(client, "tested", json.dumps(each.to_json())) for client, each in enumerate(tested)]
+    store.notes(1, [*results, Event(None, "final_test", json.dumps({"round": 1, "summary": summarise(tested)}))])
+    store.close()
+    after = views.run({"id": id_of(views)})
+    entry = {name: after["entry"][name] for name in ("status", "average", "worst", "images")}
+    assert entry == {"status": "finished", "average": pytest.approx(0.4), "worst": 0.3, "images": "test"}
+    assert after["tested"] == [1, pytest.approx(0.4), 0.3]
+    assert (after["rounds_on"], after["figures"]["average"], after["events"]["latest"]) == ("validation", 0.6, [])
+    (curve,) = views.compare({"ids": id_of(views)})["curves"]
+    assert curve["label"].endswith(", validation images")
 
 
 def test_figures_of_a_run_are_its_own(tmp_path: Path, views: Views) -> None:

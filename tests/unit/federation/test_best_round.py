@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ import numpy as np
 import pytest
 import support
 import torch
+from rich.console import Console
 
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.config import parse
 from fedprompt.core import wire
 from fedprompt.errors import ConfigError, DataError, RunError
+from fedprompt.experiment.progress import LiveProgress
 from fedprompt.experiment.sites import SitesExperiment
 from fedprompt.federation.best_round import best_round, is_over
 from fedprompt.inference.loaded_run import LoadedRun
 from fedprompt.report.comparison_table import comparison, notes
+from fedprompt.report.html_report import render
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import BEST
 
@@ -205,7 +209,20 @@ def test_a_run_in_progress_says_that_its_figures_are_of_validation_images(settin
     assert run.summary()["images"] == "validation"
     assert not run.finished
     assert any("validation images, not of test images" in line for line in notes(comparison([run])))
-    done = support.run(values, resume=True)
+    page = render([run])
+    assert page.count("Accuracy on validation images (%)") >= 2  # learning curves, clients by round
+    assert page.count("Accuracy (%)") == 0
+    assert "Average (validation)" in page
+    paper = io.StringIO()
+    done = support.run(values, resume=True, observer=LiveProgress(Console(file=paper, width=200)))
+    last_round, end = [line for line in paper.getvalue().splitlines() if "Average" in line][-2:]
+    assert f"Average (validation) {100 * done.history()[-1]['average']:.2f} %" in last_round
+    assert f"Average {100 * done.summary()['average']:.2f} %" in end
+    assert end.endswith("(test images, round 6)")
+    page = render([done])
+    assert "Accuracy on validation images (%)" in page  # of rounds
+    assert "Accuracy in the last round (%)" in page  # of the final test
+    assert "test images, read once with the parameters of round 6; of rounds: validation images" in page
     assert done.summary()["images"] == "test"
     assert any(line.startswith("Test images were read: local: once") for line in notes(comparison([done])))
 

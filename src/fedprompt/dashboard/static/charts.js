@@ -52,7 +52,8 @@ export function curves(options) {
   const legend = h("ul", { class: "legend" });
   const readout = h("output", { class: "readout" });
   const holder = h("div", { class: "plot", tabindex: 0, role: "img" });
-  const node = h("figure", { class: "chart" }, h("figcaption", {}, options.title), legend, holder, readout);
+  const caption = h("figcaption", {}, options.title);
+  const node = h("figure", { class: "chart" }, caption, legend, holder, readout);
   let series = [];
   let cursor = null; // x of the line that follows; null for the latest
   let scale = null;
@@ -69,7 +70,7 @@ export function curves(options) {
     const shownX = options.log ? "" : `${options.x} ${options.readX(x)}: `;
     const more = parts.length > 8 ? `, and ${parts.length - 8} more` : "";
     say(readout, shownX + parts.slice(0, 8).join(", ") + more);
-    mark(holder, "aria-label", `${options.title}. ${readout.textContent}`);
+    mark(holder, "aria-label", `${caption.textContent}. ${readout.textContent}`);
   }
 
   function draw() {
@@ -142,6 +143,7 @@ export function curves(options) {
       );
       draw();
     },
+    about: (more) => say(caption, [options.title, more].filter(Boolean).join(", ")),
     close: () => sizes.disconnect(),
   };
 }

@@ -19,7 +19,8 @@ export function heatmap(title) {
   const holder = h("div", { class: "plot", tabindex: 0, role: "img" });
   const readout = h("output", { class: "readout" });
   const scaleBar = h("p", { class: "scale" });
-  const node = h("figure", { class: "chart" }, h("figcaption", {}, title), scaleBar, holder, readout);
+  const caption = h("figcaption", {}, title);
+  const node = h("figure", { class: "chart" }, caption, scaleBar, holder, readout);
   let data = { clients: [], rounds: [], accuracy: [] };
   let cursor = null; // [row, column]
   let geometry = null;
@@ -31,7 +32,7 @@ export function heatmap(title) {
     const [row, column] = cursor ?? [0, rounds.length - 1];
     const value = accuracy[row][column];
     say(readout, `${clients[row]}, round ${rounds[column]}: ${value === null || value === undefined ? "not evaluated" : percent(value)}`);
-    mark(holder, "aria-label", `${title}. ${readout.textContent}`);
+    mark(holder, "aria-label", `${caption.textContent}. ${readout.textContent}`);
   }
 
   function draw() {
@@ -126,6 +127,7 @@ export function heatmap(title) {
       if (cursor && (cursor[0] >= data.clients.length || cursor[1] >= data.rounds.length)) cursor = null;
       draw();
     },
+    about: (more) => say(caption, [title, more].filter(Boolean).join(", ")),
     close: () => sizes.disconnect(),
   };
 }

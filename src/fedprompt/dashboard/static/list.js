@@ -270,8 +270,9 @@ function row(tick) {
       say(cells.method, entry.method ?? NONE);
       say(cells.seed, entry.seed ?? NONE);
       say(cells.data, entry.data ?? NONE);
-      say(cells.average, percent(entry.average));
-      say(cells.worst, percent(entry.worst));
+      const images = entry.images === "validation" && entry.average !== null ? ", validation" : "";
+      say(cells.average, percent(entry.average) + images);
+      say(cells.worst, percent(entry.worst) + images);
       say(cells.changed, ago(entry.changed, now));
       mark(cells.changed, "title", moment(entry.changed));
       check();

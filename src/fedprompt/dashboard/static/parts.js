@@ -8,7 +8,7 @@ const REASONS = {
   lock: "its writer holds the lock of the run",
   growth: "rounds keep appearing, though no writer can be seen on this machine",
   age: "it changed a short while ago; this system does not tell who holds locks",
-  rounds: "it has all its rounds",
+  rounds: "it has all that belongs to it",
   file: "its file cannot be read",
 };
 
@@ -23,7 +23,7 @@ export function badge() {
       say(sign, SIGNS[entry.status]);
       say(word, entry.status);
       mark(node, "data-status", entry.status);
-      mark(node, "title", entry.status === "stopped" ? "no writer holds the lock, and rounds are missing" : REASONS[entry.by]);
+      mark(node, "title", entry.status === "stopped" ? "no writer holds the lock, and rounds or the final test are missing" : REASONS[entry.by]);
     },
   };
 }

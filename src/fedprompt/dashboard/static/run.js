@@ -8,7 +8,7 @@ import { heatmap } from "./heatmap.js";
 import { badge, bars, progress, section } from "./parts.js";
 import { selection } from "./selection.js";
 
-const TILES = ["Round", "Average", "Mean of last rounds", "Worst Local", "Best Average", "Training loss", "Sent", "Time", "Left", "Epsilon"];
+const TILES = ["Round", "Test Average", "Test Worst Local", "Average", "Mean of last rounds", "Worst Local", "Best Average", "Training loss", "Sent", "Time", "Left", "Epsilon"];
 
 export function run(id) {
   const known = { version: "", after: -1, curves: { loss: [], accuracy: [], epsilon: [] } };
@@ -112,12 +112,19 @@ export function run(id) {
     content.classList.toggle("past", entry.status === "damaged");
     if (entry.status === "damaged") return;
     tiles.Round.update(`${figures.round} / ${entry.of}`, `${plural(figures.cohort, "client")} in the last`);
-    const when = `${entry.status === "finished" ? "final, " : ""}in round ${figures.evaluated}`;
+    const validated = answer.rounds_on === "validation"; // then final figures are those of the test, after the last round
+    const when = `${entry.status === "finished" && !validated ? "final, " : ""}in round ${figures.evaluated}${validated ? ", validation images" : ""}`;
+    for (const [place, name] of [[1, "Test Average"], [2, "Test Worst Local"]]) {
+      tiles[name].node.hidden = !validated;
+      tiles[name].update(percent(answer.tested?.[place]), answer.tested ? `final, of round ${answer.tested[0]}` : "test images are read at the end");
+    }
+    for (const chart of [charts.accuracy, heat]) chart.about(validated ? "on validation images" : "");
+    say(panel.domains.firstChild, `Accuracy by domain${validated ? ", on validation images" : ""}`);
     tiles.Average.update(percent(figures.average), figures.evaluated === null ? "not evaluated yet" : when);
-    tiles["Mean of last rounds"].update(percent(figures.mean), `Average, mean of last ${figures.mean_of}`);
+    tiles["Mean of last rounds"].update(percent(figures.mean), `Average, mean of last ${figures.mean_of}${validated ? ", validation images" : ""}`);
     tiles["Mean of last rounds"].node.hidden = figures.mean_of < 2;
     tiles["Worst Local"].update(percent(figures.worst), figures.evaluated === null ? "" : when);
-    tiles["Best Average"].update(percent(figures.best), figures.best_round === null ? "" : `in round ${figures.best_round}`);
+    tiles["Best Average"].update(percent(figures.best), figures.best_round === null ? "" : `in round ${figures.best_round}${validated ? ", validation images" : ""}`);
     tiles["Training loss"].update(number(figures.loss), "mean of the last cohort");
     tiles.Sent.update(bytes(figures.bytes_up + figures.bytes_down), `${bytes(figures.bytes_up)} up, ${bytes(figures.bytes_down)} down`);
     tiles.Time.update(duration(figures.seconds), `${duration(figures.pace)} a round, of late`);
