@@ -58,7 +58,7 @@ class BatchSizer:
         return MOST_CLIENTS if self._cohort == "auto" else self._cohort
 
     def clients(self, step_needs: StepNeeds, batch: int) -> int:
-        """How many clients share a pass, with batches of so many images."""
+        """How many clients share a pass, with batches of that many images."""
         if not step_needs.foldable:
             return 1
         if self._cohort != "auto":

@@ -143,8 +143,8 @@ class Testing:
             for place, (client, each) in enumerate(zip(clients, sizes, strict=False)):  # some may be done
                 parts[client].append(found[place, :, :each])
                 batch = folded.of_client(place)
-                told = method.diagnostics(self.world, working.of_client(place), seen_by(seen, place), batch)
-                numbers[client].add(told, each)
+                measured = method.diagnostics(self.world, working.of_client(place), seen_by(seen, place), batch)
+                numbers[client].add(measured, each)
             self._advance.add(len(sizes))
         return {
             client: (self._restored(torch.cat(parts[client], dim=1)), numbers[client].values()) for client in clients

@@ -64,5 +64,5 @@ def _untrusted(field: str, run: Path, value: str, option: str | None = None) -> 
 
 
 def _threads(asked: int | None) -> int | None:
-    """As many as in the run, where this machine has so many."""
+    """As many as in the run, or as this machine has."""
     return asked if asked is not None and asked <= (os.cpu_count() or 1) else None

@@ -138,8 +138,8 @@ def told_apart(configs: list[Config]) -> list[Config]:
         keys = sorted({key for number in alike for key in flat[number]})
         values = {key: [json.dumps(flat[number][key]) for number in alike if key in flat[number]] for key in keys}
         varied = [key for key in keys if len(set(values[key])) > 1]
-        told = {json.dumps([flat[number].get(key) for key in varied]) for number in alike}
-        if len(told) < len(alike):  # what differs is whether a section is there at all
+        distinct = {json.dumps([flat[number].get(key) for key in varied]) for number in alike}
+        if len(distinct) < len(alike):  # what differs is whether a section is there at all
             varied = [key for key in keys if len(set(values[key])) > 1 or len(values[key]) < len(alike)]
         if len(alike) > 1 and not varied:
             raise ConfigError(f"sweep must not hold the same run twice, got {name!r} {len(alike)} times")

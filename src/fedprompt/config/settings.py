@@ -86,7 +86,7 @@ class PartitionConfig(Extensible):
     """Which client holds which images."""
 
     scheme: Annotated[str, In(PARTITIONS)] = "domains"
-    """How images are dealt to clients. See docs/data.md."""
+    """How images are divided among clients. See docs/data.md."""
     clients: Positive = 6
     """Number of clients."""
     domains_per_client: Positive = 1

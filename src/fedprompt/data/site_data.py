@@ -70,7 +70,9 @@ def agree(proposals: Mapping[str, Sequence[str]], wanted: Sequence[str] | None) 
         if complaint is not None:
             raise ConfigError(complaint)
     least = FEWEST_CLASSES if wanted is None else 1
-    refused = {site: told for site, names in proposals.items() if (told := _complaint(names, least)) is not None}
+    refused = {
+        site: complaint for site, names in proposals.items() if (complaint := _complaint(names, least)) is not None
+    }
     sound = {site: frozenset(names) for site, names in proposals.items() if site not in refused}
     if wanted is not None:
         return Agreement(tuple(wanted), refused | _strangers(sound, wanted))
@@ -183,8 +185,8 @@ def _differences(sites: Mapping[str, frozenset[str]]) -> dict[str, str]:
             "not every other site has": {name: meant for name, meant in own.items() if holders[name] > 1},
             "this site lacks": dict.fromkeys(lacking),
         }
-        told = "; ".join(f"{what} {_listed(which)}" for what, which in parts.items() if which)
-        refused[site] = f"class names must be the same at all sites, unless data.classes lists them: {told}"
+        differences = "; ".join(f"{what} {_listed(which)}" for what, which in parts.items() if which)
+        refused[site] = f"class names must be the same at all sites, unless data.classes lists them: {differences}"
     return refused
 
 

@@ -1,4 +1,4 @@
-"""What an observer of a run is told, in the order in which it happens."""
+"""The events an observer of a run receives, in their order."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class SGPT(SharedPrompts):
         return tuple(stage for stage in (shared, groups, rest) if stage.epochs)
 
     def visits(self, epochs: int) -> float:
-        """How often stage 2 sees an image in a round of so many local epochs."""
+        """How often stage 2 sees an image in a round of that many local epochs."""
         return (epochs // 2 or 0.5) if self.equal_compute else epochs
 
     def likeness(self, params: Tensors, batch: Batch) -> Tensor:

@@ -170,7 +170,7 @@ class RunReader:
             yield
         finally:
             if self._connection.in_transaction:
-                with suppress(*DAMAGE):  # SQLite may refuse after it found damage, and that error is told already
+                with suppress(*DAMAGE):  # SQLite may refuse after it found damage, and that error is already reported
                     self._connection.execute("ROLLBACK")
 
     def _complete(self, what: str, found: int, expected: Callable[[Link], int]) -> None:

@@ -67,7 +67,7 @@ class ImageStore:
         return result
 
     def known(self, indices: np.ndarray) -> np.ndarray:
-        """Which images are at hand, as far as can be told without looking into the file."""
+        """Which images are at hand, as far as is known without opening the file."""
         known = self._file.known(indices)
         return known | np.isin(indices, list(self._memory)) if self._memory else known
 

@@ -238,7 +238,7 @@ def deal(
     turn = generator.permutation(clients)  # who comes first among equals
     owed, everyone, sizes = np.zeros(clients), np.arange(clients), np.zeros(clients, dtype=np.int64)
     above = int(indices.max(initial=0)) + 1
-    dealt = np.empty(len(indices), dtype=np.int64)  # owner * above + index: one array, sorted in place
+    assigned = np.empty(len(indices), dtype=np.int64)  # owner * above + index: one array, sorted in place
     holders: dict[tuple[int, int], np.ndarray] = {}
     latest = -1
     for cell in cells(indices, labels, domains):
@@ -252,13 +252,13 @@ def deal(
         counts = apportion(len(cell), share, owed, turn)
         owed += len(cell) * share - counts
         filled = int(sizes.sum())
-        dealt[filled : filled + len(cell)] = everyone.repeat(counts) * above + generator.permutation(cell)
+        assigned[filled : filled + len(cell)] = everyone.repeat(counts) * above + generator.permutation(cell)
         sizes += counts
         holders[domain, label] = np.flatnonzero(counts)
-    dealt = dealt[: sizes.sum()]
-    dealt.sort()
-    dealt %= above
-    return IndexLists.of_sizes(dealt, sizes), holders
+    assigned = assigned[: sizes.sum()]
+    assigned.sort()
+    assigned %= above
+    return IndexLists.of_sizes(assigned, sizes), holders
 
 
 def apportion(count: int, share: np.ndarray, owed: np.ndarray, turn: np.ndarray) -> np.ndarray:
