@@ -24,7 +24,7 @@ from fedprompt.backbones.weight_files import PICKLES, read_file, read_folder
 from fedprompt.config import BackboneConfig
 from fedprompt.config.plugin_options import arguments
 from fedprompt.config.registries import BACKBONES
-from fedprompt.errors import BackboneError, ConfigError, ContractError, broken
+from fedprompt.errors import BackboneError, ConfigError, ContractError, broken, did_you_mean
 
 _EPSILON = (
     1e-6  # of the norms in a bare file: what timm and DINO use; below float32 noise next to the 1e-12 of other ViTs
@@ -122,7 +122,7 @@ def _elsewhere(config: BackboneConfig, cache: Path) -> ViT:
         folder = hub_folder(config.name, config.revision)
         return kept(config, _files(folder), cache, lambda: _folder(folder, config))
     choices = f"{BACKBONES.rule()}, an existing folder, a .safetensors file or a hub id owner/model"
-    raise BackboneError(broken("backbone.name", choices, config.name))
+    raise BackboneError(broken("backbone.name", choices, config.name) + did_you_mean(config.name, BACKBONES.names()))
 
 
 def preprocessing(config: BackboneConfig, own: tuple[Triple, Triple] | None) -> tuple[Triple, Triple]:

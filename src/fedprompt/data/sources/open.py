@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from fedprompt.data.sources.image_folder import FolderSource, has_domains
 from fedprompt.data.sources.parquet import ParquetSource
 from fedprompt.data.sources.subset import base_and_novel, select
 from fedprompt.data.sources.synthetic import TinySource
-from fedprompt.errors import ConfigError, ContractError, DataError, broken
+from fedprompt.errors import MOST_COMPARED, ConfigError, ContractError, DataError, broken, did_you_mean
 from fedprompt.extensions import summary
 
 __all__ = ["Source", "detect_format", "open_both", "open_source"]
@@ -155,5 +156,16 @@ def kinds() -> list[dict[str, str]]:
 def existing(source: str) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
-        raise DataError(broken("data.source", "be `embedded`, `tiny`, `hub:owner/name` or an existing path", source))
+        rule = "be `embedded`, `tiny`, `hub:owner/name` or an existing path"
+        raise DataError(
+            broken("data.source", rule, source) + did_you_mean(source, ["embedded", "tiny", *_beside(path)])
+        )
     return path
+
+
+def _beside(path: Path) -> list[str]:
+    """What there is instead in the folder of a path."""
+    try:
+        return [str(path.with_name(entry.name)) for entry in islice(path.parent.iterdir(), MOST_COMPARED)]
+    except (OSError, ValueError):
+        return []
