@@ -42,8 +42,6 @@ CLIP_B16_SHAPE = ViTShape(
     ln_pre=True,
 )
 
-_TEXT = ("minilm-weights", "minilm-tokenizer")
-
 
 Builder = Callable[..., ViT]
 Given = TypeVar("Given", bound=Builder)
@@ -92,23 +90,23 @@ def _tiny_clip(config: BackboneConfig, cache: Path) -> ViT:
 
 @register_backbone(DINOV2_SMALL.name)
 def _dinov2(config: BackboneConfig, cache: Path) -> ViT:
-    return kept(config, _assets(cache, "dinov2-small"), cache, lambda: _dinov2_small(config, cache))
+    return kept(config, _assets(cache, DINOV2_SMALL), cache, lambda: _dinov2_small(config, cache))
 
 
 @register_backbone(MINI.name)
 def _mini(config: BackboneConfig, cache: Path) -> ViT:
-    sources = [*_assets(cache, "dinov2-small", *_TEXT), bridge_file(MINI.name)]
+    sources = [*_assets(cache, MINI), bridge_file(MINI.name)]
     return kept(config, sources, cache, lambda: bridged(_dinov2_small(_at_own_size(config, MINI), cache), cache))
 
 
 @register_backbone(B16.name)
 def _b16(config: BackboneConfig, cache: Path) -> ViT:
-    sources = [*_assets(cache, "clip-b16-image", *_TEXT), bridge_file(B16.name)]
+    sources = [*_assets(cache, B16), bridge_file(B16.name)]
     return kept(config, sources, cache, lambda: bridged(_clip_b16_image(_at_own_size(config, B16), cache), cache))
 
 
-def _assets(cache: Path, *names: str) -> list[Path]:
-    return [cache / ASSETS[name].file for name in names]
+def _assets(cache: Path, named: Named) -> list[Path]:
+    return [cache / ASSETS[name].file for name in named.assets]
 
 
 def _elsewhere(config: BackboneConfig, cache: Path) -> ViT:
