@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedprompt.cli.completion import complete_asset, complete_method_or_variant
 from fedprompt.cli.options import AsJson, ConfigPath, Overrides, Plugins, Seeds, emit, emit_rows, load
 from fedprompt.cli.run_configs import say
 from fedprompt.errors import ConfigError, StorageError, broken, did_you_mean, same_name
@@ -51,7 +52,9 @@ def schema(
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show the settings of one.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show the settings of one.", autocompletion=complete_method_or_variant)
+    ] = None,
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
@@ -139,7 +142,9 @@ def partition(
 
 
 def assets(
-    name: Annotated[str | None, typer.Argument(help="Fetch this one; `all` for every one.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Fetch this one; `all` for every one.", autocompletion=complete_asset)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The weights and images of the embedded default: what is in the cache, and how to get the rest."""
