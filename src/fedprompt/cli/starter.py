@@ -16,7 +16,7 @@ from fedprompt.cli.completion import complete_backbone, complete_method, complet
 from fedprompt.cli.options import AsJson, Overrides, Plugins, Quiet, Seeds, emit, load
 from fedprompt.cli.run_configs import launch, say
 from fedprompt.errors import ConfigError, StorageError, broken, did_you_mean, same_name
-from fedprompt.io.safe_text import safe_line
+from fedprompt.io.safe_text import safe_line, safe_text
 
 if TYPE_CHECKING:
     from fedprompt.data.survey import Survey
@@ -65,7 +65,7 @@ def init(
     opened = open_whole(DataConfig(source=source), cache_directory())
     found = survey(opened, Path(source).expanduser())
     if not as_json:
-        typer.echo("\n".join(map(safe_line, _description(opened.name, found))))
+        typer.echo(safe_text("\n".join(map(safe_line, _description(opened.name, found)))))
     if len(found.classes) < 2:
         raise ConfigError(broken("PATH", "have images of at least two classes", list(found.classes)))
     from fedprompt.experiment.proposal import Proposal, Wishes
@@ -232,12 +232,12 @@ def _shown(value: Any) -> str:
 def _asked(question: str, proposed: Choice, read: Callable[[str], Any]) -> Any:
     """The answer to a question on the terminal; what cannot be read is asked again."""
     shown = _shown(proposed.value)
-    typer.echo(f"\n{question} Proposed: {shown} ({proposed.reason})")
+    typer.echo(safe_text(f"\n{question} Proposed: {shown} ({proposed.reason})"))
     while True:
         try:
             return read(typer.prompt("  Enter to accept, or type another", default=shown))
         except ConfigError as error:
-            typer.echo(f"  {error}")
+            typer.echo(safe_line(f"  {error}"))
 
 
 def _named(what: str, text: str, names: list[str]) -> str:
