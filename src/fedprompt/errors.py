@@ -3,7 +3,15 @@
 The command line prints the message alone and exits with the code; `docs/cli.md` lists the codes.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from itertools import islice
+
 LONGEST_VALUE = 1000  # characters of a bad value that a message shows
+CLEARLY = 0.1  # by which the likeness of the nearest name exceeds that of the next, which is then not shown
+MOST_COMPARED = 5000  # names that a misspelt one is compared with
 
 
 class FedpromptError(Exception):
@@ -70,3 +78,28 @@ def broken(field: str, rule: str, value: object) -> str:
     """The one way a bad value is reported: `federation.fraction must be in (0, 1], got 1.5`."""
     shown = repr(value)
     return f"{field} must {rule}, got {shown if len(shown) <= LONGEST_VALUE else shown[:LONGEST_VALUE] + '...'}"
+
+
+def did_you_mean(value: object, names: Iterable[str]) -> str:
+    """`; did you mean 'fedvpt'?` where names are like the value, else nothing. The end of a message about an unknown name."""
+    known = {plain(name): name for name in islice(names, MOST_COMPARED)}
+    text = plain(str(value)[:LONGEST_VALUE])
+    near = difflib.get_close_matches(text, known, n=2) or [name for name in known if len(text) > 2 and text in name][:3]
+    alike = [difflib.SequenceMatcher(None, name, text).ratio() for name in near]
+    if len(near) == 2 and alike[0] - alike[1] > CLEARLY:
+        near = near[:1]
+    return f"; did you mean {' or '.join(repr(known[name]) for name in near)}?" if near else ""
+
+
+def same_name(value: str, names: Iterable[str]) -> str | None:
+    """The one name that is the value, or differs from it only in case or in `-` for `_`; None without, or with several."""
+    listed = list(names)
+    if value in listed:
+        return value
+    alike = [name for name in listed if plain(name) == plain(value)]
+    return alike[0] if len(alike) == 1 else None
+
+
+def plain(name: str) -> str:
+    """A name without case, and with one character between its words."""
+    return name.casefold().replace("-", "_")

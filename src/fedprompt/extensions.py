@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from fedprompt.errors import ConfigError, FedpromptError, broken
+from fedprompt.errors import ConfigError, FedpromptError, broken, did_you_mean, same_name
 
 PLUGINS = "FEDPROMPT_PLUGINS"
 OPTION = "--plugin"
@@ -110,10 +110,15 @@ class Registry(Generic[Thing]):
     def __contains__(self, name: str) -> bool:
         return name in self.fixed or name in self._table or name in self.names()
 
+    def spelled(self, name: str) -> str | None:
+        """The name as it is registered, which may differ in case; None where nothing has it."""
+        return name if name in self else same_name(name, self.names())
+
     def current(self, name: str) -> str:
-        """The current name of something that was renamed; any other name is returned unchanged."""
+        """The current name of something that was renamed or is spelled in another case; any other is returned unchanged."""
         self._load_home()
-        return self._earlier.get(name, name)
+        name = self._earlier.get(name, name)
+        return self.spelled(name) or name
 
     def get(self, name: str) -> Thing:
         """The thing of this name or earlier name. Other packages are loaded only if this package has none."""
@@ -121,7 +126,7 @@ class Registry(Generic[Thing]):
         if name not in self._table:
             self._load_others()
         if name not in self._table:
-            raise ConfigError(broken(self.field, self.rule(), name))
+            raise ConfigError(broken(self.field, self.rule(), name) + did_you_mean(name, self.names()))
         return self._table[name]
 
     def rule(self) -> str:

@@ -146,7 +146,7 @@ def test_runs_of_another_config_in_the_way_are_told_before_anything_starts(tmp_p
     ("arguments", "code", "words"),
     [
         (("mine.yaml", "--scale", "smal"), 2, "scale must be one of the config's scales (small), got 'smal'"),
-        (("pfedmoap/tabel1",), 2, "did you mean pfedmoap/table1"),
+        (("pfedmoap/tabel1",), 2, "did you mean 'pfedmoap/table1"),
         (("missing.yaml",), 2, "cannot read 'missing.yaml'"),
         ((), 2, "experiment must be given"),
         (("--page", "page.md"), 5, "must hold result files, but there is none"),

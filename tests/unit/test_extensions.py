@@ -262,7 +262,9 @@ def test_a_backbone_must_be_one(tmp_path: Path) -> None:
 
 
 def test_our_own_backbones_are_no_families(tmp_path: Path) -> None:
-    with pytest.raises(BackboneError, match=r"^backbone\.name must be one of dinov2-small, .*, got 'tiny:x'$"):
+    with pytest.raises(
+        BackboneError, match=r"^backbone\.name must be one of dinov2-small, .*, got 'tiny:x'; did you mean 'tiny'\?$"
+    ):
         load_backbone(BackboneConfig(name="tiny:x"), tmp_path)
 
 

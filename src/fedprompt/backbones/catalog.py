@@ -16,6 +16,8 @@ CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
 HALF: Triple = (0.5, 0.5, 0.5)
 
+TEXT_TOWER = ("minilm-weights", "minilm-tokenizer")
+
 
 @dataclass(frozen=True)
 class Named:
@@ -29,6 +31,10 @@ class Named:
     patch: int
     mean: Triple
     std: Triple
+    assets: tuple[str, ...] = ()
+    """Files that it is made of; see `fedprompt assets`."""
+    text: bool = False
+    """Whether it has a text tower."""
 
 
 DINOV2_SMALL = Named(
@@ -39,6 +45,7 @@ DINOV2_SMALL = Named(
     patch=14,
     mean=IMAGENET_MEAN,
     std=IMAGENET_STD,
+    assets=("dinov2-small",),
 )
 TINY = Named(
     name="tiny",
@@ -57,6 +64,7 @@ TINY_CLIP = Named(
     patch=4,
     mean=HALF,
     std=HALF,
+    text=True,
 )
 MINI = Named(
     name="mini",
@@ -66,6 +74,8 @@ MINI = Named(
     patch=14,
     mean=IMAGENET_MEAN,
     std=IMAGENET_STD,
+    assets=("dinov2-small", *TEXT_TOWER),
+    text=True,
 )
 B16 = Named(
     name="b16",
@@ -75,6 +85,8 @@ B16 = Named(
     patch=16,
     mean=CLIP_MEAN,
     std=CLIP_STD,
+    assets=("clip-b16-image", *TEXT_TOWER),
+    text=True,
 )
 NAMED = {named.name: named for named in (DINOV2_SMALL, MINI, B16, TINY, TINY_CLIP)}
 

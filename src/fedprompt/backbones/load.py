@@ -24,7 +24,7 @@ from fedprompt.backbones.weight_files import PICKLES, read_file, read_folder
 from fedprompt.config import BackboneConfig
 from fedprompt.config.plugin_options import arguments
 from fedprompt.config.registries import BACKBONES
-from fedprompt.errors import BackboneError, ConfigError, ContractError, broken
+from fedprompt.errors import BackboneError, ConfigError, ContractError, broken, did_you_mean
 
 _EPSILON = (
     1e-6  # of the norms in a bare file: what timm and DINO use; below float32 noise next to the 1e-12 of other ViTs
@@ -41,8 +41,6 @@ CLIP_B16_SHAPE = ViTShape(
     activation="quick_gelu",
     ln_pre=True,
 )
-
-_TEXT = ("minilm-weights", "minilm-tokenizer")
 
 
 Builder = Callable[..., ViT]
@@ -92,23 +90,23 @@ def _tiny_clip(config: BackboneConfig, cache: Path) -> ViT:
 
 @register_backbone(DINOV2_SMALL.name)
 def _dinov2(config: BackboneConfig, cache: Path) -> ViT:
-    return kept(config, _assets(cache, "dinov2-small"), cache, lambda: _dinov2_small(config, cache))
+    return kept(config, _assets(cache, DINOV2_SMALL), cache, lambda: _dinov2_small(config, cache))
 
 
 @register_backbone(MINI.name)
 def _mini(config: BackboneConfig, cache: Path) -> ViT:
-    sources = [*_assets(cache, "dinov2-small", *_TEXT), bridge_file(MINI.name)]
+    sources = [*_assets(cache, MINI), bridge_file(MINI.name)]
     return kept(config, sources, cache, lambda: bridged(_dinov2_small(_at_own_size(config, MINI), cache), cache))
 
 
 @register_backbone(B16.name)
 def _b16(config: BackboneConfig, cache: Path) -> ViT:
-    sources = [*_assets(cache, "clip-b16-image", *_TEXT), bridge_file(B16.name)]
+    sources = [*_assets(cache, B16), bridge_file(B16.name)]
     return kept(config, sources, cache, lambda: bridged(_clip_b16_image(_at_own_size(config, B16), cache), cache))
 
 
-def _assets(cache: Path, *names: str) -> list[Path]:
-    return [cache / ASSETS[name].file for name in names]
+def _assets(cache: Path, named: Named) -> list[Path]:
+    return [cache / ASSETS[name].file for name in named.assets]
 
 
 def _elsewhere(config: BackboneConfig, cache: Path) -> ViT:
@@ -122,7 +120,7 @@ def _elsewhere(config: BackboneConfig, cache: Path) -> ViT:
         folder = hub_folder(config.name, config.revision)
         return kept(config, _files(folder), cache, lambda: _folder(folder, config))
     choices = f"{BACKBONES.rule()}, an existing folder, a .safetensors file or a hub id owner/model"
-    raise BackboneError(broken("backbone.name", choices, config.name))
+    raise BackboneError(broken("backbone.name", choices, config.name) + did_you_mean(config.name, BACKBONES.names()))
 
 
 def preprocessing(config: BackboneConfig, own: tuple[Triple, Triple] | None) -> tuple[Triple, Triple]:

@@ -3,47 +3,55 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperArgument
 
 from fedprompt import __version__
-from fedprompt.cli import federate, info, models, reproduce, results, site_node, train, tune
+from fedprompt.cli import federate, info, models, reproduce, results, site_node, starter, train, tune
 from fedprompt.errors import FedpromptError
 from fedprompt.io.safe_text import safe_line, safe_text
 
 INTERRUPTED = 130
 
+
+def _keep_help_of_arguments() -> None:
+    """Click 8.5 drops the help that Typer 0.20 gives an argument, and Flower allows no newer Typer."""
+    make = TyperArgument.__init__
+
+    def make_with_help(self: TyperArgument, *, help: str | None = None, **others: Any) -> None:
+        make(self, help=help, **others)
+        self.help = help
+
+    TyperArgument.__init__ = make_with_help  # type: ignore[method-assign]
+
+
+_keep_help_of_arguments()
+
 app = typer.Typer(
     help="Personalised federated prompt tuning of frozen vision transformers.",
+    epilog="First steps: `fedprompt demo`, or `fedprompt init PATH` for images of your own.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    suggest_commands=False,  # click does, and saying it once is enough
 )
-app.command()(train.run)
-app.add_typer(train.protocol, name="protocol")
-app.command()(tune.tune)
-app.command()(reproduce.reproduce)
-app.command()(results.compare)
-app.command()(results.report)
-app.command()(results.audit)
-app.command()(results.verify)
-app.command()(results.dashboard)
-app.command()(models.predict)
-app.command()(models.explain)
-app.command()(models.export)
-app.command()(info.validate)
-app.command()(info.schema)
-app.command()(info.partition)
-app.command()(info.privacy)
-app.command()(info.methods)
-app.command()(info.backbones)
-app.command()(info.datasets)
-app.command()(info.assets)
-app.command()(info.doctor)
-app.add_typer(federate.federate, name="federate")
-app.command()(federate.server)
-app.add_typer(site_node.node, name="node")
+START, TRAIN, RESULTS = "Start", "Train", "Results"
+MODELS, LISTS, SITES = "Use trained models", "Look up", "Federations of sites"
+
+for panel, commands in {
+    START: (starter.init, starter.demo, info.doctor, info.assets),
+    TRAIN: (info.validate, info.partition, info.privacy, train.run, tune.tune, reproduce.reproduce),
+    RESULTS: (results.compare, results.report, results.dashboard, results.audit, results.verify),
+    MODELS: (models.predict, models.explain, models.export),
+    LISTS: (info.methods, info.backbones, info.datasets, info.schema),
+    SITES: (federate.server,),
+}.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(command)
+app.add_typer(train.protocol, name="protocol", rich_help_panel=TRAIN)
+app.add_typer(federate.federate, name="federate", rich_help_panel=SITES)
+app.add_typer(site_node.node, name="node", rich_help_panel=SITES)
 
 
 def main() -> None:

@@ -44,6 +44,8 @@ def config_schema(methods: Mapping[str, type[Method]], variants: Mapping[str, ty
     sections["privacy"] = described(sections["privacy"], any_of(reference("PrivacyConfig"), presets, NULL))
     kinds = {"enum": list(ENGINES.fixed)}
     sections["engine"] = described(sections["engine"], any_of(reference("EngineConfig"), kinds))
+    for section, model in (("data", "DataConfig"), ("backbone", "BackboneConfig")):
+        sections[section] = described(sections[section], any_of(reference(model), {"type": "string"}))
     settings = dotted(sections, definitions)
     definitions["setting"] = {"type": "object", "additionalProperties": False, **settings}
     definitions["sweep"] = sweep_schema(settings, nullable=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedprompt import assets
 from fedprompt.data.sources import digits
-from fedprompt.errors import ConfigError, broken
+from fedprompt.errors import ConfigError, broken, did_you_mean
 from fedprompt.io.files import cache_directory
 
 PACKAGES = ("fedprompt", "torch", "transformers", "safetensors", "datasets", "numpy", "pydantic")
@@ -37,7 +37,7 @@ def fetch(name: str, cache: Path) -> None:
     """Download and convert one asset, or all of them; existing ones are only checked."""
     names = [*assets.ASSETS, DATA_SET]
     if name not in (*names, "all"):
-        raise ConfigError(broken("asset", f"be one of {', '.join(names)} or all", name))
+        raise ConfigError(broken("asset", f"be one of {', '.join(names)} or all", name) + did_you_mean(name, names))
     for each in names if name == "all" else [name]:
         if each == DATA_SET:
             digits.open_embedded(cache)

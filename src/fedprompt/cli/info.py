@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fedprompt.cli.completion import complete_asset, complete_method_or_variant
 from fedprompt.cli.options import AsJson, ConfigPath, Overrides, Plugins, Seeds, emit, emit_rows, load
-from fedprompt.errors import BackboneError, ConfigError, StorageError
+from fedprompt.cli.run_configs import say
+from fedprompt.errors import ConfigError, StorageError, broken, did_you_mean, same_name
 
 
 def validate(
-    config: ConfigPath, overrides: Overrides = None, seed: Seeds = None, as_json: AsJson = False, plugin: Plugins = None
+    config: ConfigPath,
+    overrides: Overrides = None,
+    seed: Seeds = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Open the data too, and divide them among the clients.")] = False,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
 ) -> None:
-    """Check a config without running it."""
+    """Check a config without running it: settings, method and backbone; with --deep also the data."""
     configs = load(config, overrides, seed)
-    from fedprompt.backbones.image_sizes import with_image_size
-    from fedprompt.core import registry
-    from fedprompt.experiment.experiment import check_extensions
+    from fedprompt.experiment.rehearsal import Rehearsal
 
-    full = []
-    for each in configs:
-        with suppress(BackboneError):  # no hub here: the size of its images is not known
-            each, _ = with_image_size(each)
-        full.append(registry.completed(each))
-    for each in full:
-        check_extensions(each)
+    rehearsal = Rehearsal(deep)
+    found = [rehearsal.check(each) for each in configs]
+    full = [each.config for each in found]
     rows = [{"run": each.run_name, "hash": each.digest(), "config": each.model_dump(mode="json")} for each in full]
     emit(rows, as_json, "\n".join(f"ok  {row['hash']}  {row['run']}" for row in rows))
+    for note in dict.fromkeys(note for each in found for note in each.notes):
+        say(f"note: {note}")
 
 
 def schema(
@@ -50,7 +52,9 @@ def schema(
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show the settings of one.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show the settings of one.", autocompletion=complete_method_or_variant)
+    ] = None,
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
@@ -58,15 +62,16 @@ def methods(
     from fedprompt.core import registry
 
     tables = {"method": registry.methods(), "variant": registry.variants()}
+    known = [*tables["method"], *tables["variant"]]
+    wanted = None if name is None else same_name(name, known)
+    if name is not None and wanted is None:
+        raise ConfigError(broken("method name", f"be one of {', '.join(known)}", name) + did_you_mean(name, known))
     rows: list[dict[str, Any]] = [
         {"kind": kind, "name": key, "about": (cls.__doc__ or "").split("\n")[0], "settings": registry.describe(cls)}
         for kind, table in tables.items()
         for key, cls in table.items()
-        if name in (None, key)
+        if wanted in (None, key)
     ]
-    if not rows:
-        known = ", ".join([*tables["method"], *tables["variant"]])
-        raise ConfigError(f"method name must be one of {known}, got {name!r}")
     lines = []
     for row in rows:
         lines.append(f"{row['kind']:8} {row['name']:14} {row['about']}")
@@ -113,27 +118,33 @@ def partition(
         picture = Path(each.output.directory) / f"partition-{each.name}.png"  # `NAME-*` are its runs
     if picture is not None:
         manifest.picture(source.labels, picture)
+    domains = manifest.domains_that_differ(source.domains)
     rows: list[dict[str, Any]] = [
         {
             "client": client.name,
             "train": len(client.train),
             "test": len(client.test),
             **({"validation": len(client.validation)} if len(client.validation) else {}),
+            **({"domains": domains[place]} if domains else {}),
             "classes": {manifest.class_names[c]: int(count) for c, count in enumerate(counts) if count},
         }
-        for client, counts in zip(manifest.clients, matrix, strict=True)
+        for place, (client, counts) in enumerate(zip(manifest.clients, matrix, strict=True))
     ]
     lines = [f"{len(rows)} clients, checksum {manifest.checksum}"] + ([f"picture: {picture}"] if picture else [])
     if show:
         for row in rows:
             counts = "  ".join(f"{name} {count}" for name, count in row["classes"].items())
             kept = f" validation {row['validation']:5}" if "validation" in row else ""
+            held = ", ".join(f"{name} {count}" for name, count in row.get("domains", {}).items())
+            counts = f"[{held}]  {counts}" if held else counts
             lines.append(f"{row['client']:16} train {row['train']:5} test {row['test']:5}{kept}  {counts}")
     emit({"checksum": manifest.checksum, "clients": rows}, as_json, "\n".join(lines))
 
 
 def assets(
-    name: Annotated[str | None, typer.Argument(help="Fetch this one; `all` for every one.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Fetch this one; `all` for every one.", autocompletion=complete_asset)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The weights and images of the embedded default: what is in the cache, and how to get the rest."""

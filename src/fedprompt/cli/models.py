@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedprompt.cli.completion import complete_client, complete_run
 from fedprompt.cli.options import AsJson, Data, Plugins, TrustConfig, Weights, emit, tell_age
 from fedprompt.errors import ConfigError, broken
 from fedprompt.io.safe_text import safe_line
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
     from fedprompt.inference.loaded_run import LoadedRun
     from fedprompt.inference.trained_client import TrainedClient
 
-OneRun = Annotated[Path, typer.Argument(help="A run directory.")]
+OneRun = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)]
 OfClient = Annotated[
-    str | None, typer.Option("--client", "-c", help="Whose model: a client's name, or its number from 0.")
+    str | None,
+    typer.Option(
+        "--client", "-c", help="Whose model: a client's name, or its number from 0.", autocompletion=complete_client
+    ),
 ]
 State = Annotated[
     Path | None, typer.Option(help="The directory of a site's node, for a client that keeps its own tensors there.")

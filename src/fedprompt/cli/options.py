@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedprompt.cli.completion import complete_override, complete_run
 from fedprompt.errors import ConfigError
 from fedprompt.io.safe_text import safe_line, safe_text
 
@@ -21,7 +22,12 @@ def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
 
 ConfigPath = Annotated[Path, typer.Argument(help="A YAML file, such as configs/demo.yaml.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to change, such as train.lr=0.1 method=head_tune.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings to change, such as train.lr=0.1 method=head_tune.",
+        autocompletion=complete_override,
+    ),
 ]
 Seeds = Annotated[list[str] | None, typer.Option("--seed", help="Seeds to run: --seed 0 --seed 1, or --seed 0,1,2.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue runs that were stopped; finished ones are kept.")]
@@ -45,7 +51,9 @@ Plugins = Annotated[
         help="A Python file with methods, rules, ... of your own; it is run. Once for each file.",
     ),
 ]
-Runs = Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")]
+Runs = Annotated[
+    list[Path], typer.Argument(help="Run directories, or folders that hold some.", autocompletion=complete_run)
+]
 
 
 def load(config: Path, overrides: list[str] | None, seeds: list[str] | None) -> list[Any]:

@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 
 from fedprompt.config.protection_settings import PRIVACY_PRESETS
-from fedprompt.config.settings import Config, parse
+from fedprompt.config.settings import SHORTHANDS, Config, as_section, parse
 from fedprompt.config.strict_yaml import MOST_BYTES, MOST_LEVELS, read_yaml
-from fedprompt.errors import ConfigError, broken
+from fedprompt.errors import ConfigError, broken, did_you_mean
 from fedprompt.io.bounded_read import read_text
 
 SCALE = "scale="  # the override that chooses an overlay
@@ -32,6 +32,7 @@ TUNED_SECTIONS = (
     "aggregation",
     "privacy",
 )  # others decide on the task or the measurement
+KEEPING = ("data", "backbone")  # sections whose other settings stay when a text is given for them
 CASES = "cases"  # the axis of a sweep whose choices set several settings each
 MOST_RUNS = 10_000  # of one sweep
 MOST_TEXT = 64 * 2**20  # bytes of settings, written out for every run of a sweep
@@ -52,8 +53,13 @@ def load_alike(path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[
     scales = [override.removeprefix(SCALE) for override in overrides if override.startswith(SCALE)]
     overrides = [override for override in overrides if not override.startswith(SCALE)]
     raw = at_scale(raw, scales[-1] if scales else None)
-    runs = expand(without_axes(raw, [override.partition("=")[0] for override in overrides]), seeds)
+    runs = expand(without_axes(raw, [_meant(override.partition("=")[0]) for override in overrides]), seeds)
     return [parse(apply_overrides(values, overrides)) for values in runs]
+
+
+def _meant(key: str) -> str:
+    """`data=PATH` is about `data.source` alone."""
+    return f"{key}.{SHORTHANDS[key]}" if key in KEEPING else key
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -84,9 +90,8 @@ def at_scale(values: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
     if scale is None:
         return base
     if scale not in scales:
-        raise ConfigError(
-            broken("scale", f"be one of the config's scales ({', '.join(map(str, scales)) or 'none'})", scale)
-        )
+        rule = f"be one of the config's scales ({', '.join(map(str, scales)) or 'none'})"
+        raise ConfigError(broken("scale", rule, scale) + did_you_mean(scale, map(str, scales)))
     overlay = {"name": f"{base['name']}-{scale}", **scales[scale]}
     settings = dict(_flatten({key: value for key, value in overlay.items() if key != "sweep"}))
     merged = _merged(without_axes(base, settings), overlay)
@@ -99,9 +104,8 @@ def _merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, An
     """Mappings are merged key by key; any other value of the overlay takes the place of the one below."""
     result = dict(base)
     for key, value in overlay.items():
-        below = result.get(key)
-        if key in ("method", "variant") and isinstance(below, str):
-            below = {"name": below}
+        below = as_section(key, result.get(key))
+        value = as_section(key, value) if key in KEEPING else value
         if isinstance(below, dict) and isinstance(value, dict):
             result[key] = _merged(below, value)
         else:
@@ -190,11 +194,10 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
 def _set(values: dict[str, Any], path: list[str], value: Any, key: str) -> None:
     if len(path) > MOST_LEVELS:
         raise ConfigError(f"override must have at most {MOST_LEVELS} names with dots between them, got {len(path)}")
+    if key in KEEPING and isinstance(value, str):
+        path = [key, SHORTHANDS[key]]
     for step in path[:-1]:
-        if values.get(step) is None:
-            values[step] = {}
-        if step in ("method", "variant") and isinstance(values[step], str):
-            values[step] = {"name": values[step]}
+        values[step] = {} if values.get(step) is None else as_section(step, values[step])
         if step == "privacy" and isinstance(values[step], str) and values[step] in PRIVACY_PRESETS:
             values[step] = dict(PRIVACY_PRESETS[values[step]])
         values = values[step]

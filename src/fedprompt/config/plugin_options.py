@@ -13,7 +13,7 @@ from pydantic import ValidationError, create_model
 
 from fedprompt.config.complaints import complaints
 from fedprompt.config.setting_types import Section
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, did_you_mean
 
 Definitions = Mapping[str, tuple[Any, Any]]  # name of a setting -> its type, and its default or `...`
 
@@ -28,7 +28,8 @@ def checked(section: str, owner: str, model: type[Section], given: Mapping[str, 
     """What was given, of the types that were declared; every complaint names its field, rule and value."""
     for unknown in sorted(set(given) - set(model.model_fields)):
         has = ", ".join(sorted(model.model_fields)) or "none"
-        raise ConfigError(f"{section}.{unknown} is not a setting of {owner}; it has {has}")
+        hint = did_you_mean(unknown, model.model_fields)
+        raise ConfigError(f"{section}.{unknown} is not a setting of {owner}; it has {has}{hint}")
     try:
         made = model.model_validate_json(json.dumps(given))
     except ValidationError as error:

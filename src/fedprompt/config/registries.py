@@ -13,6 +13,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from fedprompt.config.complaints import UnknownName
 from fedprompt.extensions import Registry
 
 AGGREGATORS: Registry[Any] = Registry(
@@ -25,7 +26,7 @@ SOURCES: Registry[Any] = Registry(
     "data.format",
     "fedprompt.sources",
     home="fedprompt.data.sources.open",
-    builtin=("embedded", "tiny", "folder", "domain_folder", "parquet", "cifar10", "cifar100", "hub"),
+    builtin=("embedded", "tiny", "folder", "domain_folder", "parquet", "csv", "cifar10", "cifar100", "hub"),
     words=("auto",),
 )
 PARTITIONS: Registry[Any] = Registry(
@@ -65,6 +66,9 @@ class In:
         return {"anyOf": [{"enum": list(self.registry.fixed)}, {"type": "string"}]}
 
     def _known(self, value: str, info: ValidationInfo) -> str:
-        if not (info.context or {}).get("unchecked_names") and value not in self.registry:
-            raise ValueError(self.registry.rule())
-        return value
+        if (info.context or {}).get("unchecked_names"):
+            return value
+        spelled = self.registry.spelled(value)
+        if spelled is None:
+            raise UnknownName(self.registry.rule(), self.registry.names())
+        return spelled

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from fedprompt.config.complaints import complaints
+from fedprompt.config.complaints import UnknownName, complaints
 from fedprompt.config.protection_settings import (
     PRIVACY_PRESETS,
     AggregationConfig,
@@ -28,7 +28,7 @@ from fedprompt.config.protection_settings import (
     GuardConfig,
     PrivacyConfig,
 )
-from fedprompt.config.registries import ENGINES, PARTITIONS, SOURCES, In
+from fedprompt.config.registries import BACKBONES, ENGINES, PARTITIONS, SOURCES, In
 from fedprompt.config.setting_types import (
     MOST_EPOCHS,
     MOST_ROUNDS,
@@ -48,7 +48,7 @@ from fedprompt.config.setting_types import (
     SiteName,
     ValidationSize,
 )
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, same_name
 
 
 class DataConfig(Extensible):
@@ -142,6 +142,12 @@ class BackboneConfig(Extensible):
     """Multiply matrices in bfloat16, but keep weights and sums in `dtype`."""
     options: dict[str, Any] = {}
     """Settings of a backbone that is not of this package."""
+
+    @field_validator("name")
+    @classmethod
+    def _spelled(cls, value: str) -> str:
+        """`DINOv2-small` is `dinov2-small`, unless a folder is called so."""
+        return value if Path(value).exists() else same_name(value, BACKBONES.fixed) or value
 
 
 class TrainConfig(Grown):
@@ -325,6 +331,14 @@ class TunedConfig(Section):
     """The settings that were tried, with the values that were chosen."""
 
 
+SHORTHANDS = {"data": "source", "backbone": "name", "engine": "kind", "method": "name", "variant": "name"}
+
+
+def as_section(name: str, value: Any) -> Any:
+    """A section as a mapping: `data: PATH` is short for `data: {source: PATH}`."""
+    return {SHORTHANDS[name]: value} if name in SHORTHANDS and isinstance(value, str) else value
+
+
 class Config(Grown):
     """A whole experiment."""
 
@@ -335,11 +349,11 @@ class Config(Grown):
     seed: NotNegative = 0
     """Seed of everything random in a run."""
     data: DataConfig = DataConfig()
-    """Which images there are, and how they become squares."""
+    """Which images there are, and how they become squares: settings, or only the `source`."""
     partition: PartitionConfig = PartitionConfig()
     """Which client holds which images."""
     backbone: BackboneConfig = BackboneConfig()
-    """The frozen model that every client holds."""
+    """The frozen model that every client holds: settings, or only the `name`."""
     method: dict[str, Any] = {"name": "fedvpt"}
     """The method: `name`, and its own settings. See `fedprompt methods NAME`."""
     variant: dict[str, Any] | None = None
@@ -366,17 +380,9 @@ class Config(Grown):
     @field_validator("method", "variant", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        """`method: fedvpt` is short for `method: {name: fedvpt}`."""
-        value = {"name": value} if isinstance(value, str) else value
         if isinstance(value, dict) and not isinstance(value.get("name"), str):
             raise ValueError("have a name")
         return value
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _kind(cls, value: Any) -> Any:
-        """`engine: flower` is short for `engine: {kind: flower}`."""
-        return {"kind": value} if isinstance(value, str) else value
 
     @field_validator("privacy", mode="before")
     @classmethod
@@ -385,7 +391,7 @@ class Config(Grown):
         if not isinstance(value, str):
             return value
         if value not in PRIVACY_PRESETS:
-            raise ValueError(f"be a section, or one of {', '.join(PRIVACY_PRESETS)}")
+            raise UnknownName(f"be a section, or one of {', '.join(PRIVACY_PRESETS)}", PRIVACY_PRESETS)
         return PRIVACY_PRESETS[value]
 
     @field_validator("federation")
@@ -435,8 +441,9 @@ def parse(values: Mapping[str, Any], check_names: bool = True) -> Config:
     """
     try:
         # the JSON round-trip lets strict mode accept lists where tuples are declared
-        return Config.model_validate_json(json.dumps(values), context={"unchecked_names": not check_names})
+        sections = {name: as_section(name, value) for name, value in values.items()}
+        return Config.model_validate_json(json.dumps(sections), context={"unchecked_names": not check_names})
     except ValidationError as error:
-        raise ConfigError(complaints(error, "")) from error
+        raise ConfigError(complaints(error, "", Config)) from error
     except TypeError as error:
         raise ConfigError(f"config: only plain YAML values are understood: {error}") from error

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from fedprompt.config import AttackConfig, FederationConfig
-from fedprompt.errors import ConfigError, broken
+from fedprompt.errors import ConfigError, broken, did_you_mean
 from fedprompt.random_streams import SERVER, stream
 
 
@@ -56,7 +56,8 @@ def absences(settings: FederationConfig, client_names: Sequence[str], newcomers:
     for name, (first, last) in settings.away.items():
         if name not in client_names:
             some = ", ".join(client_names[:8]) + (", ..." if len(client_names) > 8 else "")
-            raise ConfigError(broken("federation.away", f"name clients of the partition ({some})", name))
+            rule = f"name clients of the partition ({some})"
+            raise ConfigError(broken("federation.away", rule, name) + did_you_mean(name, client_names))
         if client_names.index(name) in newcomers:
             raise ConfigError(broken("federation.away", "name clients that are not held out of training", name))
         if first > settings.rounds:

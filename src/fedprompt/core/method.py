@@ -103,11 +103,8 @@ class World:
     @property
     def text(self) -> Language:
         """The text tower; an error where the backbone has none."""
-        if self.language is None:
-            raise ConfigError(
-                "backbone.name must be a dual encoder for a method that reads class names (`mini`, `b16`, or a CLIP folder or "
-                "hub id), got one without a text tower"
-            )
+        require_text_tower(self.language is not None)
+        assert self.language is not None
         return self.language
 
     def placed(self, tensors: Tensors) -> Tensors:
@@ -118,6 +115,15 @@ class World:
         """Raise unless that many blocks can be prompted; None stands for all."""
         if depth is not None and depth > self.blocks:
             raise ConfigError(broken(field, f"be at most the {self.blocks} blocks of the backbone", depth))
+
+
+def require_text_tower(there: bool) -> None:
+    """Raise unless the backbone has a text tower."""
+    if not there:
+        raise ConfigError(
+            "backbone.name must be a dual encoder for a method that reads class names (`mini`, `b16`, or a CLIP folder or "
+            "hub id), got one without a text tower"
+        )
 
 
 @dataclass(frozen=True)

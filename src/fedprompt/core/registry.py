@@ -78,7 +78,7 @@ def completed(config: Config) -> Config:
     current = METHODS.current(config.method["name"])
     update: dict[str, Any] = {"method": {"name": current, **_settings(getattr(built, "inner", built))}}
     if config.variant is not None:
-        update["variant"] = {"name": config.variant["name"], **_settings(built)}
+        update["variant"] = {"name": VARIANTS.current(config.variant["name"]), **_settings(built)}
     update["train"] = resolve(config.train, built.recipe)
     update["federation"] = config.federation.model_copy(update={"evaluate_last": config.federation.last_rounds})
     return config.model_copy(update=update)

@@ -25,7 +25,7 @@ import yaml
 from fedprompt.config import Config
 from fedprompt.config.config_files import MOST_RUNS, file_name, load_alike, renamed, told_apart
 from fedprompt.config.strict_yaml import read_yaml
-from fedprompt.errors import ConfigError, broken
+from fedprompt.errors import ConfigError, broken, did_you_mean, same_name
 
 FULL = "pfedbayespt"
 ABLATED = ("pfedbayespt_d", "pfedbayespt_g", FULL)
@@ -203,13 +203,12 @@ def _client_in(text: str, config: Config) -> str:
         names = Manifest.load(partition.manifest).clients.names
     else:
         names = NumberedNames(partition.clients)
-    if text in names:
-        return text
+    if (name := same_name(text, names)) is not None:
+        return name
     if text.isdecimal() and int(text) < len(names):
         return names[int(text)]
-    raise ConfigError(
-        broken("--client", f"be a client ({names[0]} .. {names[-1]}) or a number below {len(names)}", text)
-    )
+    rule = f"be a client ({names[0]} .. {names[-1]}) or a number below {len(names)}"
+    raise ConfigError(broken("--client", rule, text) + did_you_mean(text, names))
 
 
 def sweep(axis: str, path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = ()) -> Sweep:

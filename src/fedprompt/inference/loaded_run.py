@@ -25,7 +25,7 @@ from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.sources.base import Source
 from fedprompt.data.sources.open import open_source
 from fedprompt.engines.remote.node_state import KEPT_AS, MOST_BYTES, SUFFIX, number_of_run, stored_state
-from fedprompt.errors import BackboneError, ConfigError, DataError, RunError, broken
+from fedprompt.errors import BackboneError, ConfigError, DataError, RunError, broken, did_you_mean, same_name
 from fedprompt.features.image_bank import CommonImages, ImageBank
 from fedprompt.federation.best_round import kept_round
 from fedprompt.federation.stored_pool import open_pool
@@ -106,13 +106,13 @@ class LoadedRun:
     def number(self, client: str | int) -> int:
         """The number of a client, given by name or number; a name that consists of digits is first looked up as a name."""
         names = self.world.client_names
-        if isinstance(client, str) and client in names:
-            return names.index(client)
+        if isinstance(client, str) and (name := same_name(client, names)) is not None:
+            return names.index(name)
         number = int(client) if isinstance(client, int) or (client.isdecimal() and client.isascii()) else -1
         if not 0 <= number < len(names):
             few = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
             rule = f"be one of the {len(names)} clients of the run ({few}) or a number in 0..{len(names) - 1}"
-            raise ConfigError(broken("client", rule, client))
+            raise ConfigError(broken("client", rule, client) + did_you_mean(client, names))
         return number
 
     def received(self, client: int, world: World | None = None) -> Tensors:

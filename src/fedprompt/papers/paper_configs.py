@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedprompt.config import config_files
-from fedprompt.errors import ConfigError, broken
+from fedprompt.errors import ConfigError, broken, did_you_mean
 
 HERE = Path(__file__).parent
 FOR_EDITORS = "# yaml-language-server:"  # names the schema of the file
@@ -60,7 +59,5 @@ def find(name: str) -> Experiment:
         inside = [each for each in known.values() if path.exists() and each.path.samefile(path)]
         config_files.read(path)  # raises where there is none
         return inside[0] if inside else Experiment(path.stem, path)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [n for n in known if name and name in n][:3]
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    rule = "be the name of a table or a path to a YAML file"
-    raise ConfigError(f"{broken('experiment', rule, name)}; {hint}`fedprompt reproduce --list` lists all")
+    rule = "be the name of a table (`fedprompt reproduce --list` lists all) or a path to a YAML file"
+    raise ConfigError(broken("experiment", rule, name) + did_you_mean(name, known))

@@ -166,7 +166,7 @@ def test_the_average_of_a_paper_is_the_mean_of_its_domains(name: str) -> None:
 
 
 def test_an_unknown_name_is_told_with_names_like_it() -> None:
-    with pytest.raises(ConfigError, match=r"got 'pfedbayespt/tabel1'; did you mean pfedbayespt/table1"):
+    with pytest.raises(ConfigError, match=r"got 'pfedbayespt/tabel1'; did you mean 'pfedbayespt/table1"):
         paper_configs.find("pfedbayespt/tabel1")
 
 

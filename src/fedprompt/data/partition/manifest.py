@@ -226,6 +226,14 @@ class Manifest:
             fault[lists.owners[outside]] = fault[owners[1:][twice]] = True
         return [self.clients[client] for client in np.flatnonzero(fault)[:1].tolist()]
 
+    def domains_that_differ(self, domains: np.ndarray) -> list[dict[str, int]]:
+        """Training images of every client by domain; nothing where all clients have the same domains."""
+        found = []
+        for client in self.clients:
+            counts = np.bincount(domains[client.train], minlength=len(self.domain_names)).tolist()
+            found.append({name: count for name, count in zip(self.domain_names, counts, strict=True) if count})
+        return found if len({tuple(held) for held in found}) > 1 else []
+
     def class_matrix(self, labels: np.ndarray) -> np.ndarray:
         """Training images of every client and class, (clients, classes)."""
         train, classes = self.clients.train, len(self.class_names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,11 +13,12 @@ from fedprompt.config.plugin_options import arguments
 from fedprompt.config.registries import SOURCES
 from fedprompt.data.sources.base import Source
 from fedprompt.data.sources.cifar import CifarSource, detect_cifar
+from fedprompt.data.sources.csv_table import CsvSource, csv_file
 from fedprompt.data.sources.image_folder import FolderSource, has_domains
 from fedprompt.data.sources.parquet import ParquetSource
 from fedprompt.data.sources.subset import base_and_novel, select
 from fedprompt.data.sources.synthetic import TinySource
-from fedprompt.errors import ConfigError, ContractError, DataError, broken
+from fedprompt.errors import MOST_COMPARED, ConfigError, ContractError, DataError, broken, did_you_mean
 from fedprompt.extensions import summary
 
 __all__ = ["Source", "detect_format", "open_both", "open_source"]
@@ -97,6 +99,15 @@ def _parquet(source: str, cache: Path) -> Source:
     return ParquetSource(existing(source), cache)
 
 
+@register_source("csv")
+def _csv(source: str, cache: Path) -> Source:
+    table = csv_file(existing(source))
+    if table is None:
+        rule = "be a .csv or .tsv file, or a folder with images and one such file"
+        raise DataError(broken("data.source", rule, source))
+    return CsvSource(table, cache)
+
+
 @register_source("cifar10")
 def _cifar10(source: str, cache: Path) -> Source:
     return CifarSource(existing(source), "cifar10", cache)
@@ -127,9 +138,13 @@ def detect_format(source: str) -> str:
     if path.is_file():
         if path.suffix == ".parquet":
             return "parquet"
-        raise DataError(broken("data.source", "be a folder or a .parquet file when it is a path", source))
+        if csv_file(path) is not None:
+            return "csv"
+        raise DataError(broken("data.source", "be a folder, a .parquet or a .csv file when it is a path", source))
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         return "hub"
+    if csv_file(path) is not None:
+        return "csv"
     return detect_cifar(path) or ("domain_folder" if has_domains(path) else "folder")
 
 
@@ -145,6 +160,11 @@ def kinds() -> list[dict[str, str]]:
             "path/to/set.parquet",
             "columns image, label; optional domain, split, rank; names in a JSON beside it",
         ),
+        (
+            "csv",
+            "path/to/set.csv",
+            "columns path, label; optional domain, split, rank; or the folder with the file and its images",
+        ),
         ("cifar10, cifar100", "path/to/folder", "the binary version; the pickled one is refused"),
         ("hub", "hub:owner/name", "a data set of the Hugging Face hub, through `datasets`"),
     ]
@@ -155,5 +175,16 @@ def kinds() -> list[dict[str, str]]:
 def existing(source: str) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
-        raise DataError(broken("data.source", "be `embedded`, `tiny`, `hub:owner/name` or an existing path", source))
+        rule = "be `embedded`, `tiny`, `hub:owner/name` or an existing path"
+        raise DataError(
+            broken("data.source", rule, source) + did_you_mean(source, ["embedded", "tiny", *_beside(path)])
+        )
     return path
+
+
+def _beside(path: Path) -> list[str]:
+    """What there is instead in the folder of a path."""
+    try:
+        return [str(path.with_name(entry.name)) for entry in islice(path.parent.iterdir(), MOST_COMPARED)]
+    except (OSError, ValueError):
+        return []

@@ -12,7 +12,7 @@ from fedprompt.config import DataConfig
 from fedprompt.data.partition.split import cells
 from fedprompt.data.seeded_streams import stream
 from fedprompt.data.sources.base import Source
-from fedprompt.errors import ConfigError, DataError, broken
+from fedprompt.errors import ConfigError, DataError, broken, did_you_mean, same_name
 
 
 class Selection(Source):
@@ -98,10 +98,11 @@ def _in_proportion(cell: np.ndarray, splits: np.ndarray, order: np.ndarray) -> n
 
 
 def _known(names: list[str], source: Source) -> tuple[str, ...]:
-    for name in names:
-        if name not in source.class_names:
+    chosen = [same_name(name, source.class_names) for name in names]
+    for name, meant in zip(names, chosen, strict=True):
+        if meant is None:
             rule = f"hold classes of {source.name!r} ({', '.join(source.class_names)})"
-            raise DataError(broken("data.classes", rule, name))
-        if names.count(name) > 1:
+            raise DataError(broken("data.classes", rule, name) + did_you_mean(name, source.class_names))
+        if chosen.count(meant) > 1:
             raise DataError(broken("data.classes", "hold every class once", name))
-    return tuple(names)
+    return tuple(name for name in chosen if name is not None)
