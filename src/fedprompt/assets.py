@@ -87,10 +87,10 @@ class ImageSet:
 class AssetStatus(NamedTuple):
     name: str
     present: bool
-    path: Path
     bytes: int
     """Size on disk; if absent, the size that will be written."""
     licence: str
+    path: Path
 
 
 DINOV2_SMALL = Asset(
@@ -211,7 +211,7 @@ def status(cache: Path) -> list[AssetStatus]:
     for asset, path in places:
         present = path.is_file()
         size = path.stat().st_size if present else asset.size
-        found.append(AssetStatus(asset.name, present, path, size, asset.licence))
+        found.append(AssetStatus(asset.name, present, size, asset.licence, path))
     return found
 
 

@@ -30,16 +30,8 @@ def asset_rows(cache: Path) -> list[dict[str, Any]]:
     """The weights and images that can be fetched: name, whether they are in the cache, how large, licence, where."""
     path = digits.path(cache)
     size = path.stat().st_size if path.is_file() else 0
-    rendered = assets.AssetStatus(DATA_SET, path.is_file(), path, size, assets.DIGITS_LICENCE)
-    return [
-        {"name": s.name, "present": s.present, "bytes": s.bytes, "licence": s.licence, "path": str(s.path)}
-        for s in [*assets.status(cache), rendered]
-    ]
-
-
-def credits() -> dict[str, str]:
-    """Who made the images, by name."""
-    return {images.name: images.credit for images in assets.IMAGE_SETS.values()} | {DATA_SET: assets.DIGITS_CREDIT}
+    rendered = assets.AssetStatus(DATA_SET, path.is_file(), size, assets.DIGITS_LICENCE, path)
+    return [{**row._asdict(), "path": str(row.path)} for row in (*assets.status(cache), rendered)]
 
 
 def fetch(name: str, cache: Path) -> None:

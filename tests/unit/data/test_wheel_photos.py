@@ -106,7 +106,7 @@ def test_the_file_in_the_cache_holds_names_splits_labels_and_bytes(small, tmp_pa
 def test_content_with_another_fingerprint_is_refused_and_not_kept(small, tmp_path, monkeypatch):
     changed = dataclasses.replace(IMAGE_SETS["xrays"], fingerprint="0" * 64)
     monkeypatch.setitem(IMAGE_SETS, "xrays", changed)
-    with pytest.raises(DataError, match=r"the content of xrays must have fingerprint 0{64}, got [0-9a-f]{64}"):
+    with pytest.raises(DataError, match=r"the content of xrays must have fingerprint 0{64}, got '[0-9a-f]{64}'"):
         open_source(DataConfig(source="xrays"), tmp_path)
     assert not changed.path(tmp_path).exists()
 
