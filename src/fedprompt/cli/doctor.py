@@ -11,6 +11,7 @@ from typing import Any
 
 from fedprompt import assets
 from fedprompt.data.sources import digits
+from fedprompt.data.sources.wheel_photos import open_photos
 from fedprompt.errors import ConfigError, broken, did_you_mean
 from fedprompt.io.files import cache_directory
 
@@ -26,21 +27,23 @@ DATA_SET = "digits"
 
 
 def asset_rows(cache: Path) -> list[dict[str, Any]]:
-    """The embedded weights and images: name, whether they are in the cache, where, how large."""
-    rows = [{"name": s.name, "present": s.present, "bytes": s.bytes, "path": str(s.path)} for s in assets.status(cache)]
+    """The weights and images that can be fetched: name, whether they are in the cache, how large, licence, where."""
     path = digits.path(cache)
     size = path.stat().st_size if path.is_file() else 0
-    return [*rows, {"name": DATA_SET, "present": path.is_file(), "bytes": size, "path": str(path)}]
+    rendered = assets.AssetStatus(DATA_SET, path.is_file(), size, assets.DIGITS_LICENCE, path)
+    return [{**row._asdict(), "path": str(row.path)} for row in (*assets.status(cache), rendered)]
 
 
 def fetch(name: str, cache: Path) -> None:
     """Download and convert one asset, or all of them; existing ones are only checked."""
-    names = [*assets.ASSETS, DATA_SET]
+    names = [*assets.ASSETS, *assets.IMAGE_SETS, DATA_SET]
     if name not in (*names, "all"):
         raise ConfigError(broken("asset", f"be one of {', '.join(names)} or all", name) + did_you_mean(name, names))
     for each in names if name == "all" else [name]:
         if each == DATA_SET:
             digits.open_embedded(cache)
+        elif each in assets.IMAGE_SETS:
+            open_photos(each, cache)
         else:
             assets.prepare(each, cache)
 

@@ -147,7 +147,8 @@ def assets(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The weights and images of the embedded default: what is in the cache, and how to get the rest."""
+    """The weights and images that fedprompt can fetch: what is in the cache, and how to get the rest."""
+    from fedprompt.assets import IMAGE_SETS, image_credit
     from fedprompt.cli.doctor import asset_rows, fetch
     from fedprompt.io.files import cache_directory
 
@@ -155,6 +156,8 @@ def assets(
     if name is not None:
         fetch(name, cache)
     emit_rows(asset_rows(cache), as_json)
+    if not as_json:
+        emit(None, False, "\n".join(f"{source}: {image_credit(source)}" for source in (*IMAGE_SETS, "embedded")))
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -163,7 +166,10 @@ def doctor(as_json: AsJson = False) -> None:
 
     findings = examine()
     lines = [f"{key:14} {value}" for key, value in findings.items() if key not in ("assets", "missing")]
-    lines += [f"asset {row['name']:22} {'present' if row['present'] else 'missing'}" for row in findings["assets"]]
+    lines += [
+        f"asset {row['name']:22} {'present' if row['present'] else 'missing'}, {row['licence']}"
+        for row in findings["assets"]
+    ]
     lines += [f"missing: {each}" for each in findings["missing"]] or ["nothing is missing"]
     emit(findings, as_json, "\n".join(lines))
 

@@ -94,8 +94,8 @@ def demo(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch what the demo needs, run it, and write its report. Stop it at any time: the same command goes on."""
-    configs = load(DEMO, overrides, seed)
+    """Fetch what the demo needs, run it with three seeds, and write its report. Stop it at any time: the same command goes on."""
+    configs = load(DEMO, overrides, seed or ["0,1,2"])
     from fedprompt.backbones.catalog import NAMED
     from fedprompt.cli.doctor import DATA_SET, asset_rows, fetch
     from fedprompt.io.files import cache_directory
@@ -117,8 +117,9 @@ def demo(
 def _source(path: str) -> str:
     """What a config says for a path: a hub id is told by its form where nothing is called so."""
     from fedprompt.backbones.hub_download import is_hub_id
+    from fedprompt.data.sources.open import NAMED
 
-    known = path in ("embedded", "tiny") or path.startswith("hub:") or Path(path).expanduser().exists()
+    known = path in NAMED or path.startswith("hub:") or Path(path).expanduser().exists()
     if known or path.startswith((".", "/", "~")) or Path(path).parent.is_dir() or not is_hub_id(path):
         return path
     return f"hub:{path}"

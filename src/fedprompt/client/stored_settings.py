@@ -11,9 +11,8 @@ from pathlib import Path
 
 from fedprompt.backbones.catalog import NAMED
 from fedprompt.config import Config, DataConfig, EngineConfig, OutputConfig
+from fedprompt.data.sources.open import NAMED as NAMED_SOURCES
 from fedprompt.errors import ConfigError
-
-SOURCES = ("embedded", "tiny")  # of images, made on this machine
 
 
 def settings_here(
@@ -45,7 +44,7 @@ def require_weights(config: Config, run: Path, trust: bool, weights: str | Path 
 def require_images(config: Config, run: Path, trust: bool, data: str | Path | None) -> None:
     """The same for its images."""
     kind = config.data.source if config.data.format == "auto" else config.data.format
-    if not trust and data is None and kind not in SOURCES:
+    if not trust and data is None and kind not in NAMED_SOURCES:
         raise _untrusted("data.source", run, config.data.source, "data")
 
 

@@ -26,7 +26,19 @@ SOURCES: Registry[Any] = Registry(
     "data.format",
     "fedprompt.sources",
     home="fedprompt.data.sources.open",
-    builtin=("embedded", "tiny", "folder", "domain_folder", "parquet", "csv", "cifar10", "cifar100", "hub"),
+    builtin=(
+        "embedded",
+        "groceries",
+        "xrays",
+        "tiny",
+        "folder",
+        "domain_folder",
+        "parquet",
+        "csv",
+        "cifar10",
+        "cifar100",
+        "hub",
+    ),
     words=("auto",),
 )
 PARTITIONS: Registry[Any] = Registry(

@@ -57,7 +57,7 @@ class DataConfig(Extensible):
     later: ClassVar[tuple[str, ...]] = ("options", "validation")
 
     source: Location = "embedded"
-    """Where the images come from: `embedded`, `tiny`, a folder, a parquet file, or `hub:owner/name`."""
+    """Where the images come from: `groceries`, `xrays`, `embedded`, `tiny`, a folder, a parquet file, or `hub:owner/name`."""
     format: Annotated[str, In(SOURCES)] = "auto"
     """How the source is read. `auto` finds out from the source itself."""
     classes: Annotated[list[str], Field(min_length=1)] | None = None

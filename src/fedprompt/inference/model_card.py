@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedprompt.assets import ASSETS
+from fedprompt.assets import ASSETS, image_credit
 from fedprompt.backbones.catalog import NAMED
 from fedprompt.errors import DataError, RunError
 from fedprompt.inference.trained_client import TrainedClient
@@ -46,7 +46,12 @@ def _finite(number: float | None) -> float | None:
 def _data(client: TrainedClient) -> dict[str, Any]:
     """The shape of the client's data, not the data."""
     config = client.config
-    shape: dict[str, Any] = {"source": config.data.source, "clients": len(client.world.client_names)}
+    source = config.data.source
+    shape: dict[str, Any] = {
+        "source": source,
+        "credit": image_credit(source),
+        "clients": len(client.world.client_names),
+    }
     try:
         held = client.opened.run.manifest().clients[client.index]
         shape |= {"train_images": len(held.train), "test_images": len(held.test)}
@@ -157,7 +162,8 @@ def _shape(data: Mapping[str, Any]) -> str:
     images = (
         f"{data['train_images']} training and {data['test_images']} test images of " if "train_images" in data else ""
     )
-    return f"{images}{data['source']}, one of {data['clients']} clients"
+    credit = f" ({data['credit']})" if data["credit"] else ""
+    return f"{images}{data['source']}{credit}, one of {data['clients']} clients"
 
 
 def _privacy(card: Mapping[str, Any]) -> str:

