@@ -8,14 +8,14 @@ them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
 from fedprompt.metrics.accuracy import mean_title
-from fedprompt.report.comparison_table import NOTHING, Cell, Row, averaged, notes, percent, row_of, winners
+from fedprompt.report.comparison_table import LEVEL, NOTHING, Cell, Row, averaged, close, notes, percent, row_of, winners
 from fedprompt.runs.families import TASK, Family, Settings, families, flatten, found_by, section, written
 from fedprompt.runs.run import Run
 
@@ -66,7 +66,7 @@ def arrange(runs: Sequence[Run]) -> Arrangement:
     if wide.is_grid:
         return wide
     narrow = _arranged(families(runs, *TASK), TASK)
-    return narrow if narrow.is_grid else _arranged(families(runs), TASK, folded=False)
+    return narrow if narrow.is_grid else _arranged(families(runs, *TASK), TASK, folded=False)
 
 
 def _arranged(groups: Sequence[Family], names: Sequence[str], folded: bool = True) -> Arrangement:
@@ -105,7 +105,8 @@ def telling(settings: Sequence[Settings]) -> list[str]:
         for field in dict.fromkeys(field for each in settings for field in each)
         if len({written(each.get(field)) for each in settings}) > 1
     ]
-    varied.sort(key=lambda field: (field in FOUND, not field.startswith(("data.source", "partition.")), field))
+    plain = ("data.source", "partition.scheme", "partition.")
+    varied.sort(key=lambda field: (field in FOUND, *(not field.startswith(name) for name in plain), field))
     chosen: list[str] = []
     while varied and _told_apart(settings, chosen) < len(settings):
         best = max(varied, key=lambda field: _told_apart(settings, [*chosen, field]))  # the first of equals
@@ -146,19 +147,21 @@ def _told(field: str, value: Any) -> str:
 
 def grid_cells(grid: Arrangement) -> list[list[Cell]]:
     """One line a method: Average and Worst Local in every column, the best of each column in bold."""
-    best = [{key: _best(rows, key) for key in PAIR} for rows in grid.rows]
+    best = [{key: _numbers(winners, rows, key) for key in PAIR} for rows in grid.rows]
+    level = [{key: _numbers(close, rows, key) for key in PAIR} for rows in grid.rows]
     table = []
     for number, label in enumerate(grid.labels):
         line = [Cell(label)]
-        for rows, chosen in zip(grid.rows, best, strict=True):
-            line += [Cell(_written(rows.get(number), key), number in chosen[key]) for key in PAIR]
+        for rows, chosen, behind in zip(grid.rows, best, level, strict=True):
+            marks = {key: f" {LEVEL}" if number in behind[key] else "" for key in PAIR}
+            line += [Cell(_written(rows.get(number), key) + marks[key], number in chosen[key]) for key in PAIR]
         table.append(line)
     return table
 
 
-def _best(rows: dict[int, Row], key: str) -> set[int]:
+def _numbers(choice: Callable[[Sequence[Row], str], set[int]], rows: dict[int, Row], key: str) -> set[int]:
     numbers = list(rows)
-    return {numbers[place] for place in winners([rows[number] for number in numbers], key)}
+    return {numbers[place] for place in choice([rows[number] for number in numbers], key)}
 
 
 def _written(row: Row | None, key: str) -> str:

@@ -8,7 +8,9 @@ from forgery import forged
 from PIL import Image
 
 from fedprompt.errors import RunError
-from fedprompt.report.comparison_table import Cell, comparison, json_rows, winners
+from fedprompt.report.comparison_table import Cell, comparison, winners
+from fedprompt.report.table_formats import json_rows
+from fedprompt.report.tasks import Task
 from fedprompt.report.html_elements import breakable, table
 from fedprompt.report.html_report import render, write_report
 from fedprompt.report.run_details import settings_section, versions
@@ -179,7 +181,7 @@ def test_nan_figures_are_shown_and_win_nothing(write):
         file.execute("UPDATE rounds SET summary = ?", (text.replace('"average": 0.9', '"average": NaN'),))
     rows = comparison([bad, good])
     assert winners(rows, "average") == set()
-    assert json.loads(json.dumps(json_rows(rows), allow_nan=False))[0]["average"]["mean"] is None
+    assert json.loads(json.dumps(json_rows([Task("", tuple(rows))]), allow_nan=False))[0]["average"]["mean"] is None
     assert "nan" in Page(render([bad, good])).text
 
 
