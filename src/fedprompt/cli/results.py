@@ -12,7 +12,6 @@ from fedprompt.cli.options import AsJson, Data, Plugins, Runs, TrustConfig, Weig
 from fedprompt.cli.run_configs import print_comparison
 from fedprompt.errors import ConfigError, RunError, broken
 
-
 Against = Annotated[
     str | None,
     typer.Option(

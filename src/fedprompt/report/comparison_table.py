@@ -12,6 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+
 from fedprompt.config import TunedConfig
 from fedprompt.io.safe_text import safe_line
 from fedprompt.metrics.accuracy import final_title, mean_title

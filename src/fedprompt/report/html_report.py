@@ -40,9 +40,7 @@ class Written:
     latex: Path | None = None
 
 
-def write_report(
-    runs: Sequence[Run], directory: Path, figures: bool = False, against: str | None = None
-) -> Written:
+def write_report(runs: Sequence[Run], directory: Path, figures: bool = False, against: str | None = None) -> Written:
     """Write `report.html` and `report.png` (the overview for a README); with `figures`, everything a paper needs as
     well; with `against`, paired differences from that row.
     """
@@ -121,6 +119,7 @@ def lead(runs: Sequence[Run], tasks: Sequence[Task]) -> str:
         f"seed{'s' if len({run.config.seed for run in runs}) > 1 else ''}": [str(run.config.seed) for run in runs],
     }
     text = " ".join(f"{word} {', '.join(dict.fromkeys(names))}" for word, names in listed.items())
+    text = text.replace(" seed", ", seed", 1)
     return "\n".join(html_elements.paragraph(each) for each in (f"{text}.", winner) if each)
 
 

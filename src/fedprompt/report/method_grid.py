@@ -11,18 +11,27 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import PurePath
-from typing import Any
 
 from fedprompt.metrics.accuracy import mean_title
-from fedprompt.report.comparison_table import LEVEL, NOTHING, Cell, Row, averaged, close, notes, percent, row_of, winners
+from fedprompt.report.comparison_table import (
+    LEVEL,
+    NOTHING,
+    Cell,
+    Row,
+    averaged,
+    close,
+    notes,
+    percent,
+    row_of,
+    winners,
+)
+from fedprompt.report.task_names import in_words, telling
 from fedprompt.runs.families import TASK, Family, Settings, families, flatten, found_by, section, written
 from fedprompt.runs.run import Run
 
 WIDE = ("data", "partition", "backbone", "federation", "attack", "privacy")  # what papers vary across the top
 PAIR = ("average", "worst")  # figures that are side by side in every column
 TITLES = {"average": "Average", "worst": "Worst Local"}
-FOUND = ("data.fingerprint", "backbone.digest")  # they name columns only if no setting differs
 UNFINISHED = "†"
 
 
@@ -81,6 +90,7 @@ def _arranged(groups: Sequence[Family], names: Sequence[str], folded: bool = Tru
     fields = telling(list(settings.values()))
     labels = list(dict.fromkeys(family.label if folded else family.title for family in groups))
     columns, left_out = [], []
+    names = dict(zip(settings, in_words(list(settings.values())), strict=True))
     for key in sorted(tasks, key=lambda key: _order(settings[key], fields)):
         members: dict[int, Family] = {}
         for family in tasks[key]:
@@ -89,34 +99,13 @@ def _arranged(groups: Sequence[Family], names: Sequence[str], folded: bool = Tru
             farther = other is None or other.rounds < family.rounds
             members[number] = family if other is None or farther else other
             left_out += [] if other is None else [other if farther else family]
-        columns.append(Column(column_label(settings[key], fields), dict(sorted(members.items()))))
+        columns.append(Column(names[key], dict(sorted(members.items()))))
     return Arrangement(tuple(fields), tuple(columns), tuple(labels), tuple(left_out))
 
 
 def _settings(family: Family) -> Settings:
     run = family.runs[0]
     return flatten(run.config.model_dump(mode="json", include=set(WIDE))) | found_by(run)
-
-
-def telling(settings: Sequence[Settings]) -> list[str]:
-    """The fewest settings that distinguish some tasks, the simplest first."""
-    varied = [
-        field
-        for field in dict.fromkeys(field for each in settings for field in each)
-        if len({written(each.get(field)) for each in settings}) > 1
-    ]
-    plain = ("data.source", "partition.scheme", "partition.")
-    varied.sort(key=lambda field: (field in FOUND, *(not field.startswith(name) for name in plain), field))
-    chosen: list[str] = []
-    while varied and _told_apart(settings, chosen) < len(settings):
-        best = max(varied, key=lambda field: _told_apart(settings, [*chosen, field]))  # the first of equals
-        chosen.append(best)
-        varied.remove(best)
-    return sorted(chosen, key=lambda field: (not field.startswith("data."), field))
-
-
-def _told_apart(settings: Sequence[Settings], fields: Sequence[str]) -> int:
-    return len({tuple(written(each.get(field)) for field in fields) for each in settings})
 
 
 def _order(settings: Settings, fields: Sequence[str]) -> list[tuple[int, float, str]]:
@@ -128,21 +117,6 @@ def _order(settings: Settings, fields: Sequence[str]) -> list[tuple[int, float, 
         rank = 0 if value is None else 1 if number is None else 2
         order.append((rank, number or 0.0, written(value)))
     return order
-
-
-def column_label(settings: Settings, fields: Sequence[str]) -> str:
-    """`pacs, domains_per_client=2`: data sets and weights only by name."""
-    return ", ".join(_told(field, settings.get(field)) for field in fields)
-
-
-def _told(field: str, value: Any) -> str:
-    if field in ("data.source", "backbone.name"):
-        return PurePath(str(value)).stem or str(value)  # paths of this machine are not published
-    if field in FOUND:
-        return f"{field.partition('.')[0]} {str(value)[:8]}"
-    place, _, leaf = field.rpartition(".")
-    name = leaf if place in ("data", "partition", "federation") else field
-    return f"{name}={'none' if value is None else written(value)}"
 
 
 def grid_cells(grid: Arrangement) -> list[list[Cell]]:

@@ -71,7 +71,9 @@ def warnings(task: Task) -> list[str]:
         ("Clients that only one of the two has are left out", named(lambda each: each.left_out)),
         ("Not paired, no seed with the same clients", missing),
     ]
-    return [safe_line(f"{title}: {', '.join(names)}") for title, names in lines if names]
+    everyone = [each.label for each in task.pairs]
+    who = [(title, "all rows" if names == everyone else ", ".join(names)) for title, names in lines if names]
+    return [safe_line(f"{title}: {names}") for title, names in who]
 
 
 def plain(task: Task, label: str) -> dict[str, Any] | None:

@@ -9,11 +9,11 @@ from PIL import Image
 
 from fedprompt.errors import RunError
 from fedprompt.report.comparison_table import Cell, comparison, winners
-from fedprompt.report.table_formats import json_rows
-from fedprompt.report.tasks import Task
 from fedprompt.report.html_elements import breakable, table
 from fedprompt.report.html_report import render, write_report
 from fedprompt.report.run_details import settings_section, versions
+from fedprompt.report.table_formats import json_rows
+from fedprompt.report.tasks import Task
 from fedprompt.runs.store import RunStore
 
 pytestmark = pytest.mark.unit
@@ -104,7 +104,7 @@ def test_every_picture_has_a_text_for_those_who_cannot_see_it(seen):
 
 def test_contents_lead_to_every_section_in_their_order(html, seen):
     names = ["results", "learning-curves", "fairness", "clients-by-round", "domains", "calibration", "communication"]
-    names += ["time-by-phase", "partition", "privacy-budget", "rejected-updates", "settings-and-versions", "runs"]
+    names += ["time-by-phase", "partition", "settings-and-versions", "runs"]
     links = [link["href"] for link in seen.named("a")]
     assert links == ["#main", *(f"#{name}" for name in names)]
     assert [heading["id"] for heading in seen.named("h2")] == names
