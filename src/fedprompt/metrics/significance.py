@@ -85,13 +85,13 @@ def t_quantile(degrees: float) -> float:
             (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
         ),
     )
-    return z + sum(term / float(degrees**power) for power, term in enumerate(terms, start=1))
+    return z + sum(term / degrees ** float(power) for power, term in enumerate(terms, start=1))
 
 
 def sign_test(ahead: int, behind: int) -> float:
     """The exact two-sided p of so many signs if both were equally likely; ties are left out before."""
     total, fewer = ahead + behind, min(ahead, behind)
-    return min(1.0, 2 * sum(math.comb(total, number) for number in range(fewer + 1)) / 2**total)
+    return min(1.0, 2 * sum(math.comb(total, number) for number in range(fewer + 1)) * 0.5**total)
 
 
 @dataclass(frozen=True)

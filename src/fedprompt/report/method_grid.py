@@ -90,7 +90,7 @@ def _arranged(groups: Sequence[Family], names: Sequence[str], folded: bool = Tru
     fields = telling(list(settings.values()))
     labels = list(dict.fromkeys(family.label if folded else family.title for family in groups))
     columns, left_out = [], []
-    names = dict(zip(settings, in_words(list(settings.values())), strict=True))
+    titles = dict(zip(settings, in_words(list(settings.values())), strict=True))
     for key in sorted(tasks, key=lambda key: _order(settings[key], fields)):
         members: dict[int, Family] = {}
         for family in tasks[key]:
@@ -99,7 +99,7 @@ def _arranged(groups: Sequence[Family], names: Sequence[str], folded: bool = Tru
             farther = other is None or other.rounds < family.rounds
             members[number] = family if other is None or farther else other
             left_out += [] if other is None else [other if farther else family]
-        columns.append(Column(names[key], dict(sorted(members.items()))))
+        columns.append(Column(titles[key], dict(sorted(members.items()))))
     return Arrangement(tuple(fields), tuple(columns), tuple(labels), tuple(left_out))
 
 

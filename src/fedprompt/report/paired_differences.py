@@ -148,8 +148,10 @@ def _interval(seeds: Sequence[Mapping[str, Right]], paired_by_image: bool) -> tu
         ordered = sorted(names)
         clients.append(Stratum(np.array([np.mean([each[name].share for each in members]) for name in ordered]), weight))
         if paired_by_image:
-            means = [np.mean([each[name].images for each in members], axis=0) for name in ordered]
-            images += [Stratum(each, weight / len(ordered)) for each in means]
+            for name in ordered:
+                known = [each[name].images for each in members]
+                means = np.mean([each for each in known if each is not None], axis=0)
+                images.append(Stratum(means, weight / len(ordered)))
     for strata, drawn in ((clients, "clients"), (images, "images")):
         if enough(strata):
             return bootstrap(strata, np.random.default_rng(SEED)), drawn
@@ -180,7 +182,7 @@ def _images(run: Run, results: Sequence[Mapping[str, object]]) -> np.ndarray | N
         hits = [unpack_hits(str(result["hits"]), int(str(result["samples"]))) for result in results]
     except ValueError as error:
         raise RunError(f"run: {str(run.directory)!r} is damaged: the hits of an evaluation {error}") from error
-    return np.mean(hits, axis=0)
+    return np.asarray(np.mean(hits, axis=0))
 
 
 def _identities(run: Run) -> Sequence[str]:

@@ -53,8 +53,8 @@ def _is_read(field: str, settings: Settings) -> bool:
 
 def _worded(field: str, value: Any, versions: dict[str, list[str]]) -> str:
     if field in FOUND:
-        place = versions[field].index(written(value)) + 1
-        return f"first {THINGS[field]}" if place == 1 else f"other {THINGS[field]} ({place})"
+        version = versions[field].index(written(value)) + 1
+        return f"first {THINGS[field]}" if version == 1 else f"other {THINGS[field]} ({version})"
     place, _, leaf = field.partition(".")
     name = (leaf if place in PLACES and leaf else field).replace("_", " ").replace(".", " ")
     if field in ("data.source", "backbone.name"):

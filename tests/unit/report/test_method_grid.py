@@ -75,7 +75,7 @@ def test_seeds_that_stopped_earlier_than_others_of_their_cell_are_named(cell):
 def test_what_concerns_one_column_is_said_with_its_name(cell):
     runs = [cell("a", 1, [5]), cell("a", 2, [5], done=1), cell("b", 1, [5]), cell("b", 2, [5])]
     assert method_grid.warnings(arrange(runs)) == ["domains per client 2: Unfinished: a (1/2 rounds)"]
-    assert "% domains\\_per\\_client=2: Unfinished: a (1/2 rounds)" in latex(runs)
+    assert "% domains per client 2: Unfinished: a (1/2 rounds)" in latex(runs)
 
 
 def test_one_task_is_no_grid(write):

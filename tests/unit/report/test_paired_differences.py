@@ -106,7 +106,7 @@ def test_clients_of_real_runs_are_known_by_their_test_images(runs):
     assert found.lost is not None
     images = sum(result["samples"] for result in runs[0].evaluations(2).values())
     difference = np.mean(
-        [one.summary()["average"] - other.summary()["average"] for one, other in zip(runs[:2], runs[2:])]
+        [one.summary()["average"] - other.summary()["average"] for one, other in zip(runs[:2], runs[2:], strict=True)]
     )
     assert found.estimate == pytest.approx(difference)
     assert found.gained + found.lost <= 2 * images
@@ -128,7 +128,7 @@ def test_a_row_is_named_by_its_label_or_its_method_in_any_case(write):
     with pytest.raises(ConfigError, match="--against must be one of fedvpt, local, got 'nobody'"):
         by_task(runs, "nobody")
     two = [*runs, write("x", [[5]], method=LOCAL, train={"lr": 0.5})]
-    with pytest.raises(ConfigError, match="--against must name one row, such as 'local lr=auto' or 'local lr=0.5'"):
+    with pytest.raises(ConfigError, match=r"--against must name one row, such as 'local lr=auto' or 'local lr=0\.5'"):
         by_task(two, "local")
     assert by_task(two, "local lr=0.5")[0].pairs == ()
 
