@@ -85,7 +85,7 @@ def t_quantile(degrees: float) -> float:
             (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
         ),
     )
-    return z + sum(term / degrees ** float(power) for power, term in enumerate(terms, start=1))
+    return float(z + sum(term / degrees**power for power, term in enumerate(terms, start=1)))
 
 
 def sign_test(ahead: int, behind: int) -> float:

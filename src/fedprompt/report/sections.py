@@ -163,6 +163,8 @@ def clients_by_round(arranged: Arrangement) -> Part:
             caption = (
                 f"{family.title}, seed {run.config.seed}{where}: accuracy of every client in every evaluated round."
             )
+            if accuracies.one_value is not None:
+                caption += f" The map has one colour: every cell is {accuracies.one_value:.2f} %."
             figure = heatmaps.client_heatmap(run, accuracies, scale, family.title, column.label)
             shown = first if run is family.runs[0] else others
             shown.append(Picture(f"clients-by-round-{slug(run.name)}", caption, figure))
