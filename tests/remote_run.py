@@ -147,6 +147,6 @@ def assert_same_figures(first: Run, second: Run, within: float = 1e-5) -> None:
         assert results.keys() == others.keys()
         for client, result in results.items():
             for name, value in others[client].items():
-                if name not in ("bins", "domains"):
+                if name not in ("bins", "domains", "hits"):  # a site sends no hits
                     assert result[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
             assert result["domains"] == others[client]["domains"]

@@ -23,8 +23,9 @@ from fedprompt.deploy import status
 from fedprompt.experiment.progress import LiveProgress
 from fedprompt.inference.predict import Row as Prediction
 from fedprompt.inference.prediction_writer import csv_lines, table_lines
-from fedprompt.report import comparison_table, html_elements, latex_table
+from fedprompt.report import html_elements, latex_table, table_formats
 from fedprompt.report.comparison_table import Cell, Row, Spread
+from fedprompt.report.tasks import Task
 
 pytestmark = pytest.mark.unit
 
@@ -39,6 +40,10 @@ def row(label: str) -> Row:
     return Row(
         label=label, rounds=1, of=2, family="f", seeds=(0, 1), values=values, settings=settings, refused={label: 2}
     )
+
+
+def task(text: str) -> Task:
+    return Task(text, (row(text),))
 
 
 def prediction(name: str) -> Prediction:
@@ -86,9 +91,9 @@ def standing(text: str) -> str:
 
 
 SINKS: dict[str, Callable[[str], str]] = {
-    "table": lambda text: printed(comparison_table.rich_table([row(text)])),
-    "markdown": lambda text: comparison_table.markdown([row(text)]),
-    "csv": lambda text: comparison_table.csv([row(text)]),
+    "table": lambda text: printed(table_formats.rich_tables([task(text)])[0]),
+    "markdown": lambda text: table_formats.markdown([task(text)]),
+    "csv": lambda text: table_formats.csv([task(text)]),
     "latex": lambda text: latex_table.flat_table([row(text)]),
     "page": lambda text: html_elements.table(text, [text], [[Cell(text)]]) + html_elements.paragraph(text),
     "progress": progress,
@@ -146,7 +151,7 @@ def test_no_cell_is_a_formula_and_numbers_stay_numbers(begin: str) -> None:
     name = begin + FORMULA[1:]
     (_, first), (__, second) = (
         list(csv.reader(io.StringIO(text)))
-        for text in (comparison_table.csv([row(name)]), "\n".join(csv_lines([prediction(name)], 1)))
+        for text in (table_formats.csv([task(name)]), "\n".join(csv_lines([prediction(name)], 1)))
     )
     assert first[0].startswith("'")
     assert [cell[:1] for cell in second[:3]] == ["'"] * 3
@@ -162,7 +167,7 @@ def test_harmless_cells_are_as_they_were(name: str) -> None:
 
 
 def test_json_is_exact() -> None:
-    assert comparison_table.json_rows([row(EVIL)])[0]["label"] == EVIL
+    assert table_formats.json_rows([task(EVIL)])[0]["label"] == EVIL
     assert prediction(EVIL).to_json()["image"] == EVIL
 
 
@@ -178,9 +183,9 @@ def test_a_log_that_is_followed_is_safe() -> None:
 WRITERS = {"print", "echo"}
 SAFE = {"safe_text", "safe_line", "dumps"}
 EXACT = {  # what prints only text of fedprompt's own, or has been made safe cell by cell
-    ("cli/run_configs.py", "comparison_table.csv(rows)"),
-    ("cli/run_configs.py", "comparison_table.markdown(rows)"),
-    ("cli/run_configs.py", "latex(runs)"),
+    ("cli/run_configs.py", "table_formats.csv(tasks)"),
+    ("cli/run_configs.py", "table_formats.markdown(tasks)"),
+    ("cli/run_configs.py", "latex(runs, against)"),
     ("cli/models.py", "line"),
     ("cli/info.py", "text"),  # the schema, as JSON
     ("cli/models.py", "tally.sentence()"),

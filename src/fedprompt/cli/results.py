@@ -12,16 +12,24 @@ from fedprompt.cli.options import AsJson, Data, Plugins, Runs, TrustConfig, Weig
 from fedprompt.cli.run_configs import print_comparison
 from fedprompt.errors import ConfigError, RunError, broken
 
+Against = Annotated[
+    str | None,
+    typer.Option(
+        help="A method, or the label of a row: paired differences of all others, with 95 % intervals; see docs/report.md."
+    ),
+]
+
 
 def compare(
     runs: Runs,
     format: Annotated[
         Literal["table", "markdown", "latex", "csv", "json"], typer.Option(help="How to print it.")
     ] = "table",
+    against: Against = None,
     as_json: AsJson = False,
 ) -> None:
     """One row per method and setting: mean and standard deviation over seeds."""
-    print_comparison(open_runs(runs), "json" if as_json else format)
+    print_comparison(open_runs(runs), "json" if as_json else format, against)
 
 
 def report(
@@ -32,12 +40,13 @@ def report(
     figures: Annotated[
         bool, typer.Option("--figures", help="For papers: every picture as PNG and SVG in figures/, and table.tex.")
     ] = False,
+    against: Against = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page and a picture; see docs/report.md."""
     from fedprompt.report.html_report import write_report
 
-    made = write_report(open_runs(runs), output, figures)
+    made = write_report(open_runs(runs), output, figures, against)
     lines = [f"report: {made.html}", f"picture: {made.png}"]
     if made.latex is not None:
         lines += [f"table: {made.latex}", f"figures: {len(made.figures)} files in {output / 'figures'}"]

@@ -100,24 +100,27 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def print_comparison(runs: list[Any], format: str) -> None:
-    from fedprompt.report import comparison_table
+def print_comparison(runs: list[Any], format: str, against: str | None = None) -> None:
+    from fedprompt.report import table_formats
+    from fedprompt.report.tasks import by_task
 
-    rows = comparison_table.comparison(runs)
+    tasks = by_task(runs, against)
     if format == "json":
-        typer.echo(json.dumps(comparison_table.json_rows(rows), indent=2))
+        typer.echo(json.dumps(table_formats.json_rows(tasks), indent=2))
     elif format == "csv":
-        typer.echo(comparison_table.csv(rows), nl=False)
+        typer.echo(table_formats.csv(tasks), nl=False)
     elif format == "markdown":
-        typer.echo(comparison_table.markdown(rows))
+        typer.echo(table_formats.markdown(tasks))
     elif format == "latex":
         from fedprompt.report.latex_table import latex
 
-        typer.echo(latex(runs), nl=False)
+        typer.echo(latex(runs, against), nl=False)
     else:
         from rich.console import Console
 
-        Console().print(comparison_table.rich_table(rows))
+        console = Console()
+        for table in table_formats.rich_tables(tasks, console.width):
+            console.print(table, end="\n\n")
 
 
 def _progress() -> Any:

@@ -7,6 +7,7 @@ Accuracies are fractions here; tables print them in per cent.
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,13 +38,31 @@ class ClientResult:
     """Name -> samples, correct."""
     diagnostics: dict[str, float] = field(default_factory=dict)
     """Figures of `Method.diagnostics`, mean over samples."""
+    hits: str | None = None
+    """Which images are answered correctly, as `pack_hits` writes them. Never sent by a site."""
 
     @property
     def accuracy(self) -> float:
         return self.correct / self.samples
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        if self.hits is None:
+            del values["hits"]
+        return values
+
+
+def pack_hits(right: np.ndarray) -> str:
+    """One bit for each image, in the order of the client's images, as base64: six images take one character."""
+    return b64encode(np.packbits(right).tobytes()).decode()
+
+
+def unpack_hits(text: str, samples: int) -> np.ndarray:
+    """Booleans (samples,) from the output of `pack_hits`; ValueError for anything else."""
+    bits = np.unpackbits(np.frombuffer(b64decode(text, validate=True), np.uint8)).astype(bool)
+    if len(bits) != 8 * -(-samples // 8) or bits[samples:].any():
+        raise ValueError(f"must be one bit for each of {samples} images")
+    return bits[:samples]
 
 
 def is_result(values: Mapping[str, Any]) -> bool:
@@ -58,6 +77,7 @@ def is_result(values: Mapping[str, Any]) -> bool:
         and all(isinstance(row, list) and len(row) == 3 and all(map(_is_number, row)) for row in bins)
         and isinstance(groups[0], dict)
         and _are_numbers(groups[1])
+        and isinstance(values.get("hits", ""), str)
     )
 
 

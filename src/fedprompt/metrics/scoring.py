@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedprompt.metrics.accuracy import ClientResult
+from fedprompt.metrics.accuracy import ClientResult, pack_hits
 from fedprompt.metrics.calibration import BINS
 
 
@@ -48,4 +48,5 @@ def score(
             for domain in np.unique(domains).tolist()
         },
         diagnostics=dict(diagnostics or {}),
+        hits=pack_hits(hits),
     )

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from fedprompt.io.safe_text import safe_line
 from fedprompt.papers.result_file import DOMAIN, Cell, Column, Figure, Result, file_of, load, load_all
-from fedprompt.report.comparison_table import format_bytes, markdown_escape
+from fedprompt.report.comparison_table import format_bytes
+from fedprompt.report.table_formats import markdown_escape
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

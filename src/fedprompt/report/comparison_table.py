@@ -1,32 +1,28 @@
 """The comparison table: one row per family, mean and sample standard deviation over its seeds.
 
-`comparison` makes the rows; everything below only formats them. Accuracies are fractions in rows, CSV and JSON, and per
-cent in tables for people.
+`comparison` makes the rows; `table_formats` writes them. Accuracies are fractions in rows, CSV and JSON, and per cent in
+tables for people.
 """
 
 from __future__ import annotations
 
-import csv as comma_separated
-import io
 import json
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
 
 from fedprompt.config import TunedConfig
-from fedprompt.io.safe_text import safe_cell, safe_line
+from fedprompt.io.safe_text import safe_line
 from fedprompt.metrics.accuracy import final_title, mean_title
 from fedprompt.runs.families import BUDGET, TASK, Family, Labelled, Settings, disagreements, families, section
 from fedprompt.runs.novel_figures import stored_figures
 from fedprompt.runs.run import Run
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 NOTHING = "–"  # what was not measured; never a zero
+LEVEL = "≈"  # behind a figure that is within the spread of the one in bold
+LOCAL_HEAD = ("fedper", "fedrep")  # variants that keep the head of their method at the client
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,8 @@ class Row(Labelled):
     """Number of last evaluated rounds that its figures are means of."""
     tuned: TunedConfig | None = None
     """How its settings were found, if by `fedprompt tune`."""
+    head: str = ""
+    """Where its head is kept; rows with different heads are not ranked against each other. Empty without a head."""
     images: str = "test"
     """Which images its accuracies are of: those of the test, test images read once, or validation images."""
 
@@ -192,6 +190,7 @@ def row_of(family: Family) -> Row:
         rounds=family.rounds,
         of=family.of,
         ended=family.ended,
+        head=head_of(family.runs[0]),
         images=_images(family),
         tuned=family.runs[0].config.tuned,
         values={column.key: spread(values[column.key] for values in each) for column in (*COLUMNS, *SOMETIMES)},
@@ -203,6 +202,14 @@ def row_of(family: Family) -> Row:
         warnings=tuple(dict.fromkeys(text for run in family.runs for text in run.warnings())),
         evaluations=max(run.summary().get("evaluations", 1) for run in family.runs),
     )
+
+
+def head_of(run: Run) -> str:
+    """Where the head of a run is kept: `local`, `shared`, `shared_then_finetune`, or empty for a method without one."""
+    variant = None if run.config.variant is None else run.config.variant["name"]
+    if variant == "fedbabu":
+        return "shared_then_finetune"
+    return "local" if variant in LOCAL_HEAD else str(run.config.method.get("head", ""))
 
 
 def _images(family: Family) -> str:
@@ -260,6 +267,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
     named = [(row.label, row.settings) for row in rows]
     task = disagreements(named, TASK)
     budget = [line for line in disagreements(named, BUDGET) if line not in task]
+    heads: dict[str, list[str]] = {}
+    for row in rows:
+        heads.setdefault(row.head or "none", []).append(row.title)
+    kinds = [f"{kind} ({', '.join(titles)})" for kind, titles in heads.items()] if len(heads) > 1 else []
+    level = any(close(rows, column.key) for column in all_columns(rows) if column.best)
     newcomers = [row.title for row in rows if row.settings["federation.held_out"]]
     if newcomers and len(newcomers) == len(rows):
         newcomers = ["all rows"]
@@ -281,6 +293,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     lines = [
         ("Not comparable, these settings differ", task),
         ("Different training budget or measurement", budget),
+        ("Heads differ, and bold is the best of each kind of head", [" | ".join(kinds)] if kinds else []),
+        (f"{LEVEL} is behind the bold one by less than the larger of both standard deviations", [""] if level else []),
         ("Only clients held out of training are evaluated", newcomers),
         ("Clients that were never picked fit their local head before they are evaluated", fitted),
         ("Clients that are evaluated for all, drawn once", [f"{who}: {count}" for who, count in some if count]),
@@ -296,31 +310,51 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Unfinished", early),
         ("Left out, the same seed is already counted", repeated),
     ]
-    return [safe_line(f"{title}: {'; '.join(items)}") for title, items in lines if items]
+    return [safe_line(f"{title}: {'; '.join(items)}".removesuffix(": ")) for title, items in lines if items]
 
 
 def winners(rows: Sequence[Row], key: str) -> set[int]:
-    """Numbers of the rows with the largest mean as printed, among finished rows on the same task.
+    """Numbers of the rows with the largest mean as printed, among finished rows with the same head on the same task.
 
     A single row is not among them.
     """
-    tasks: dict[str, list[int]] = {}
+    return {number for numbers in ranked(rows, key) for number in _top(rows, numbers, key)}
+
+
+def close(rows: Sequence[Row], key: str) -> set[int]:
+    """Numbers of the rows behind a winner by less than the larger of both standard deviations over seeds."""
+    found = set()
+    for numbers in ranked(rows, key):
+        top = _top(rows, numbers, key)
+        best = rows[top[0]].values[key]
+        for number in numbers:
+            value = rows[number].values[key]
+            assert best is not None
+            assert value is not None
+            reach = max(best.std or 0.0, value.std or 0.0)
+            if number not in top and best.mean - value.mean < reach:
+                found.add(number)
+    return found
+
+
+def ranked(rows: Sequence[Row], key: str) -> list[list[int]]:
+    """Numbers of the finished rows that can be ranked with each other: the same task and the same head, at least two."""
+    groups: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         value = row.values.get(key)
         if row.finished and value is not None and math.isfinite(value.mean):
-            task = json.dumps(section(row.settings, TASK), sort_keys=True)
-            tasks.setdefault(task, []).append(number)
+            kind = json.dumps([section(row.settings, TASK), row.head], sort_keys=True)
+            groups.setdefault(kind, []).append(number)
+    return [numbers for numbers in groups.values() if len(numbers) > 1]
 
+
+def _top(rows: Sequence[Row], numbers: Sequence[int], key: str) -> list[int]:
     def printed(number: int) -> float:
-        value = rows[number].values.get(key)
+        value = rows[number].values[key]
         return round(100 * value.mean, 2) if value is not None else -math.inf
 
-    chosen = set()
-    for numbers in tasks.values():
-        if len(numbers) > 1:
-            top = max(map(printed, numbers))
-            chosen |= {number for number in numbers if printed(number) == top}
-    return chosen
+    best = max(map(printed, numbers))
+    return [number for number in numbers if printed(number) == best]
 
 
 @dataclass(frozen=True)
@@ -338,25 +372,16 @@ def header(columns: Sequence[Column] = COLUMNS) -> list[str]:
 def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list[Cell]]:
     """The table as people read it; each output format below only escapes and draws lines."""
     best = {column.key: winners(rows, column.key) if column.best else set() for column in columns}
+    level = {column.key: close(rows, column.key) if column.best else set() for column in columns}
     table = []
     for number, row in enumerate(rows):
         line = [Cell(safe_line(row.title))]
         for column in columns:
             value = row.values.get(column.key)
-            line.append(Cell(NOTHING if value is None else column.write(value), number in best[column.key]))
+            mark = f" {LEVEL}" if number in level[column.key] else ""
+            line.append(Cell(NOTHING if value is None else column.write(value) + mark, number in best[column.key]))
         table.append([*line, Cell(str(len(row.seeds))), Cell(str(row.rounds))])
     return table
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """A GitHub table with the notes below it."""
-    shown = columns(rows)
-    lines = [header(shown), ["---"] + ["---:"] * (len(header(shown)) - 1)]
-    for line in cells(rows, shown):
-        texts = [markdown_escape(cell.text) for cell in line]
-        lines.append([f"**{text}**" if cell.bold else text for text, cell in zip(texts, line, strict=True)])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([table, *explanations(rows), *(markdown_escape(note) for note in notes(rows))]) + "\n"
 
 
 def explanations(rows: Sequence[Row]) -> list[str]:
@@ -369,71 +394,3 @@ def explanations(rows: Sequence[Row]) -> list[str]:
     shown = all_columns(rows)
     more = ((PICKED_COLUMNS, PICKED_EXPLANATION), (NOVEL_COLUMNS, NOVEL_EXPLANATION))
     return [text, *(each for group, each in more if any(column in shown for column in group))]
-
-
-def markdown_escape(text: str) -> str:
-    for mark in "\\`*<|":
-        text = text.replace(mark, f"\\{mark}")
-    return safe_line(text)
-
-
-def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Plain values at full precision, for `json.dumps`."""
-    return [
-        {
-            "label": row.label,
-            "family": row.family,
-            "seeds": list(row.seeds),
-            "rounds": row.rounds,
-            "of": row.of,
-            "finished": row.finished,
-            **({"tuned": row.tuned.model_dump(mode="json")} if row.tuned is not None else {}),
-            **{column.key: _plain(row.values.get(column.key)) for column in all_columns(rows)},
-        }
-        for row in rows
-    ]
-
-
-def _plain(value: Spread | None) -> dict[str, float | None] | None:
-    """JSON has no NaN."""
-    if value is None:
-        return None
-    return {name: number if number is None or math.isfinite(number) else None for name, number in asdict(value).items()}
-
-
-def csv(rows: Sequence[Row]) -> str:
-    """One line per row at full precision: `average` and `average_std`, and so on; seeds are separated by spaces."""
-    shown = all_columns(rows)
-    figures = [name for column in shown for name in (column.key, f"{column.key}_std")]
-    text = io.StringIO()
-    writer = comma_separated.writer(text, lineterminator="\n")
-    writer.writerow(["label", "family", "seeds", "rounds", "of", "finished", *figures])
-    for row in rows:
-        values = [row.values.get(column.key) for column in shown]
-        spreads = [(value.mean, value.std) if value else (None, None) for value in values]
-        seeds = " ".join(map(str, row.seeds))
-        numbers = [number for pair in spreads for number in pair]
-        writer.writerow(
-            [safe_cell(row.label), row.family, seeds, row.rounds, row.of, str(row.finished).lower(), *numbers]
-        )
-    return text.getvalue()
-
-
-def rich_table(rows: Sequence[Row]) -> Table:
-    """For the terminal: the columns that fit, the best in bold, notes as the caption.
-
-    With accuracies on novel classes, only accuracies fit.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    crowded = all_columns(rows) != COLUMNS
-    shown = [column for column in columns(rows) if column.narrow and (column.best or not crowded)]
-    caption = "\n".join(["per cent, mean ± std over seeds; up and down per client and round", *notes(rows)])
-    table = Table(caption=Text(caption), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for position, title in enumerate(header(shown)):
-        table.add_column(title, justify="right" if position else "left", overflow="fold")
-    for line in cells(rows, shown):
-        table.add_row(*(Text(cell.text, style="bold" if cell.bold else "") for cell in line))
-    return table

@@ -33,6 +33,12 @@ LONGEST = 22  # characters of a name next to an axis
 class Accuracies:
     """Accuracies in per cent, (rows, evaluated rounds); NaN if a client was not tested."""
 
+    @property
+    def one_value(self) -> float | None:
+        """The accuracy of all cells, where it is one: such a map has one colour."""
+        known = np.unique(self.table[~np.isnan(self.table)].round(2))
+        return float(known[0]) if len(known) == 1 else None
+
     table: np.ndarray
     rows: list[str]
     rounds: list[int]
@@ -127,9 +133,12 @@ class Partition:
         """In words, for screen readers."""
         least, middle, most = (int(number) for number in np.percentile(self.sizes, [0, 50, 100]))
         shown = f", {len(self.clients)} of them drawn" if len(self.clients) < len(self.sizes) else ""
+        sizes = f"{most} images each" if least == most else f"{least} to {most} images each ({middle} in the middle)"
+        cells = np.unique(self.matrix)
+        alike = f" The map has one colour: every cell holds {cells[0]} images." if len(cells) == 1 else " Blank: none."
         return (
             f"Training images by client and class: {len(self.sizes)} clients{shown}, {len(self.classes)} classes, "
-            f"{least} to {most} images each ({middle} in the middle). Blank: none."
+            f"{sizes}.{alike}"
         )
 
 
@@ -162,7 +171,7 @@ def partition_picture(partition: Partition, where: str) -> Figure:
         shown = np.ma.masked_equal(matrix, 0)
         norm = PowerNorm(0.5, 0, most)  # the square root spreads the many small counts
         image = axes.imshow(shown, cmap="cividis", norm=norm, aspect="auto", interpolation="nearest")
-        figure.colorbar(image, ax=axes, label="Training images (blank: none)", ticks=MaxNLocator(5, integer=True))
+        figure.colorbar(image, ax=axes, label="Training images", ticks=MaxNLocator(5, integer=True))
         thin(axes.set_xticks, [shortened(name) for name in partition.classes], NAMED_COLUMNS)
         thin(axes.set_yticks, [shortened(name) for name in partition.clients], NAMED_ROWS)
         if max(map(len, partition.classes), default=0) > 2:

@@ -15,11 +15,12 @@ from fedprompt.assets import image_credit
 from fedprompt.errors import RunError, broken
 from fedprompt.io.files import write_atomically
 from fedprompt.metrics.accuracy import mean_title
-from fedprompt.report import comparison_table, html_elements, method_grid
+from fedprompt.report import comparison_table, html_elements, method_grid, paired_table
 from fedprompt.report import latex_table as latex
 from fedprompt.report.comparison_table import Row
 from fedprompt.report.method_grid import PAIR, TITLES, Arrangement
 from fedprompt.report.run_details import runs_section, settings_section
+from fedprompt.report.tasks import Task, by_task
 from fedprompt.runs.families import BUDGET, TASK, disagreements
 from fedprompt.runs.run import Run
 
@@ -40,9 +41,9 @@ class Written:
     latex: Path | None = None
 
 
-def write_report(runs: Sequence[Run], directory: Path, figures: bool = False) -> Written:
+def write_report(runs: Sequence[Run], directory: Path, figures: bool = False, against: str | None = None) -> Written:
     """Write `report.html` and `report.png` (the overview for a README); with `figures`, everything a paper needs as
-    well.
+    well; with `against`, paired differences from that row.
     """
     from fedprompt.report import plots
     from fedprompt.report.sections import all_parts
@@ -52,14 +53,13 @@ def write_report(runs: Sequence[Run], directory: Path, figures: bool = False) ->
     arranged = method_grid.arrange(runs)
     parts = all_parts(runs, arranged)
     html, overview = directory / "report.html", directory / "report.png"
-    content = rendered(
-        runs, arranged, parts
-    ).encode()  # read everything first: a damaged run must not leave half a report
+    # read everything first: a damaged run must not leave half a report
+    content = rendered(runs, arranged, parts, against).encode()
     write_atomically(html, content)
     plots.save_overview(arranged, overview)
     if not figures:
         return Written(html, overview)
-    write_atomically(directory / TABLE, latex.latex(runs).encode())
+    write_atomically(directory / TABLE, latex.latex(runs, against).encode())
     pictures = [picture for part in parts for picture in (*part.pictures, *part.more)]
     names = distinct([picture.name for picture in pictures])
     both = zip(pictures, names, strict=True)
@@ -87,29 +87,31 @@ def save_picture(picture: Picture, path: Path) -> list[Path]:
     return paths
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[Run], against: str | None = None) -> str:
     """The page as text."""
     from fedprompt.report.sections import all_parts
 
     arranged = method_grid.arrange(runs)
-    return rendered(runs, arranged, all_parts(runs, arranged))
+    return rendered(runs, arranged, all_parts(runs, arranged), against)
 
 
-def rendered(runs: Sequence[Run], arranged: Arrangement, parts: Sequence[Part]) -> str:
-    rows = comparison_table.comparison(runs)
+def rendered(runs: Sequence[Run], arranged: Arrangement, parts: Sequence[Part], against: str | None = None) -> str:
+    tasks = by_task(runs, against)
     sections = {
-        "Results": results_section(rows, arranged),
+        "Results": results_section(tasks, arranged),
+        **({} if against is None else {f"Against {against}": differences_section(tasks, f"Against {against}")}),
         **{part.title: part_section(part, number) for number, part in enumerate(parts)},
         "Settings and versions": settings_section(runs),
         "Runs": runs_section(runs),
     }
     title = "Comparison of runs" if len(runs) > 1 else f"Run {runs[0].name}"
     contents = [(html_elements.slug(name), name) for name in sections]
-    return html_elements.document(title, lead(runs, rows), "\n".join(sections.values()), contents)
+    return html_elements.document(title, lead(runs, tasks), "\n".join(sections.values()), contents)
 
 
-def lead(runs: Sequence[Run], rows: Sequence[Row]) -> str:
+def lead(runs: Sequence[Run], tasks: Sequence[Task]) -> str:
     """What was compared, the best method if there is one comparison, and whose images they are."""
+    winner = best(tasks[0].rows) if len(tasks) == 1 else ""
     several = "s" if len(runs) > 1 else ""
     listed = {
         f"{len(runs)} run{several} of": [run.config.label for run in runs],
@@ -118,20 +120,28 @@ def lead(runs: Sequence[Run], rows: Sequence[Row]) -> str:
         f"seed{'s' if len({run.config.seed for run in runs}) > 1 else ''}": [str(run.config.seed) for run in runs],
     }
     text = " ".join(f"{word} {', '.join(dict.fromkeys(names))}" for word, names in listed.items())
+    text = text.replace(" seed", ", seed", 1)
     credits = dict.fromkeys(credit for run in runs if (credit := image_credit(run.config.data.source)))
-    sentences = [f"{text}.", best(rows), *(f"Images: {credit}." for credit in credits)]
+    sentences = [f"{text}.", winner, *(f"Images: {credit}." for credit in credits)]
     return "\n".join(html_elements.paragraph(sentence) for sentence in sentences if sentence)
 
 
 def best(rows: Sequence[Row]) -> str:
     """`Best Average: fedvpt, 61.20 ± 0.40.` Empty if the rows are not one comparison."""
     sentences = []
-    for key in PAIR:
-        chosen = [rows[number] for number in sorted(comparison_table.winners(rows, key))]
-        value = chosen[0].values[key] if len(chosen) == 1 and fair(rows) else None
-        if value is not None:
-            title = mean_title(TITLES[key], comparison_table.averaged(rows))
-            sentences.append(f"Best {title}: {chosen[0].title}, {comparison_table.percent(value)}.")
+    for key in PAIR if fair(rows) else ():
+        title = mean_title(TITLES[key], comparison_table.averaged(rows))
+        level = comparison_table.close(rows, key)
+        for numbers in comparison_table.ranked(rows, key):
+            chosen = [rows[number] for number in numbers if number in comparison_table.winners(rows, key)]
+            value = chosen[0].values[key] if len(chosen) == 1 else None
+            if value is None:
+                continue
+            head = chosen[0].head.replace("_", " ")
+            kind = f" with a {head} head" if len({row.head for row in rows}) > 1 and head else ""
+            close = [rows[number].title for number in numbers if number in level]
+            within = f"; within the spread: {', '.join(close)}" if close else ""
+            sentences.append(f"Best {title}{kind}: {chosen[0].title}, {comparison_table.percent(value)}{within}.")
     return " ".join(sentences)
 
 
@@ -142,22 +152,40 @@ def fair(rows: Sequence[Row]) -> bool:
     return comparable and not any(row.attacked or row.epsilon is not None for row in rows)
 
 
-def results_section(rows: Sequence[Row], arranged: Arrangement) -> str:
-    shown = comparison_table.columns(rows)
-    full = [
-        html_elements.table("All figures", comparison_table.header(shown), comparison_table.cells(rows, shown)),
-        *(html_elements.paragraph(text) for text in comparison_table.explanations(rows)),
-    ]
-    notes = html_elements.notes(comparison_table.notes(rows))
+def results_section(tasks: Sequence[Task], arranged: Arrangement) -> str:
+    explained = comparison_table.explanations([row for task in tasks for row in task.rows])
+    full = [*map(task_table, tasks), *map(html_elements.paragraph, explained)]
     if not arranged.is_grid:
-        return html_elements.section("Results", notes, *full)
+        return html_elements.section("Results", *full)
     return html_elements.section(
         "Results",
         html_elements.notes(method_grid.warnings(arranged)),
         grid_table(arranged),
         *(html_elements.paragraph(text) for text in method_grid.remarks(arranged)),
-        html_elements.folded("All figures, one row for every method and setting", "\n".join([notes, *full])),
+        html_elements.folded("All figures, a table for every task", "\n".join(full)),
     )
+
+
+def task_table(task: Task) -> str:
+    """All figures of one task, below a heading if there are several."""
+    shown = comparison_table.columns(task.rows)
+    notes = html_elements.notes(comparison_table.notes(task.rows))
+    name, head = task.title or "All figures", comparison_table.header(shown)
+    table = html_elements.table(name, head, comparison_table.cells(task.rows, shown))
+    return html_elements.section(name, notes, table, level=3) if task.title else f"{notes}\n{table}"
+
+
+def differences_section(tasks: Sequence[Task], title: str) -> str:
+    """Paired differences, a table for every task; what all tables mean is said once."""
+    meaning = paired_table.meaning(next((task.pairs[0].against for task in tasks if task.pairs), title))
+    parts = []
+    for task in tasks:
+        name = task.title or title
+        rows = paired_table.cells(task.pairs)
+        table = html_elements.table(name, paired_table.HEAD, rows) if task.pairs else ""
+        notes = html_elements.notes(paired_table.warnings(task))
+        parts.append(html_elements.section(name, table, notes, level=3) if task.title else f"{table}\n{notes}")
+    return html_elements.section(title, *parts, html_elements.paragraph(f"{meaning}."))
 
 
 def grid_table(grid: Arrangement) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedprompt.report import comparison_table, method_grid
+from fedprompt.report import comparison_table, method_grid, paired_table
 from fedprompt.report.comparison_table import Cell, Row
 from fedprompt.report.method_grid import PAIR, TITLES, Arrangement
+from fedprompt.report.tasks import Task, by_task
 from fedprompt.runs.run import Run
 
 SPECIAL = {
@@ -21,6 +22,7 @@ SPECIAL = {
     "ε": r"$\varepsilon$",
     "μ": r"$\mu$",
     "±": r"$\pm$",
+    "≈": r"$\approx$",
     "–": "--",
     "…": r"\dots{}",
     "†": r"$^\dagger$",
@@ -28,17 +30,28 @@ SPECIAL = {
 }
 
 
-def latex(runs: Sequence[Run]) -> str:
-    """Methods by settings if the runs form a grid, else one line for every row of the comparison."""
+def latex(runs: Sequence[Run], against: str | None = None) -> str:
+    """Methods by settings if the runs form a grid, else a table for every task; then those of paired differences."""
     arranged = method_grid.arrange(runs)
-    return grid_table(arranged) if arranged.is_grid else flat_table(comparison_table.comparison(runs))
+    tasks = by_task(runs, against)
+    tables = [grid_table(arranged)] if arranged.is_grid else [flat_table(task.rows, task.title) for task in tasks]
+    return "\n".join([*tables, *(paired_differences(task) for task in tasks if task.pairs)])
 
 
-def flat_table(rows: Sequence[Row]) -> str:
+def flat_table(rows: Sequence[Row], title: str = "") -> str:
     shown = [column for column in comparison_table.columns(rows) if column.narrow]
-    head = " & ".join(escaped(title) for title in comparison_table.header(shown))
+    head = " & ".join(escaped(name) for name in comparison_table.header(shown))
     layout = "l" + "r" * (len(shown) + 2)
-    return _table(layout, [head], comparison_table.cells(rows, shown), [_FLAT], notes=comparison_table.notes(rows))
+    caption = [title, _FLAT] if title else [_FLAT]
+    return _table(layout, [head], comparison_table.cells(rows, shown), caption, notes=comparison_table.notes(rows))
+
+
+def paired_differences(task: Task) -> str:
+    head = " & ".join(escaped(name) for name in paired_table.HEAD)
+    first, *rest = paired_table.notes(task)
+    caption = [task.title, first] if task.title else [first]
+    layout = "l" + "r" * (len(paired_table.HEAD) - 1)
+    return _table(layout, [head], paired_table.cells(task.pairs), caption, notes=rest)
 
 
 _FLAT = (

@@ -8,21 +8,30 @@ them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import PurePath
-from typing import Any
 
 from fedprompt.metrics.accuracy import mean_title
-from fedprompt.report.comparison_table import NOTHING, Cell, Row, averaged, notes, percent, row_of, winners
+from fedprompt.report.comparison_table import (
+    LEVEL,
+    NOTHING,
+    Cell,
+    Row,
+    averaged,
+    close,
+    notes,
+    percent,
+    row_of,
+    winners,
+)
+from fedprompt.report.task_names import in_words, telling
 from fedprompt.runs.families import TASK, Family, Settings, families, flatten, found_by, section, written
 from fedprompt.runs.run import Run
 
 WIDE = ("data", "partition", "backbone", "federation", "attack", "privacy")  # what papers vary across the top
 PAIR = ("average", "worst")  # figures that are side by side in every column
 TITLES = {"average": "Average", "worst": "Worst Local"}
-FOUND = ("data.fingerprint", "backbone.digest")  # they name columns only if no setting differs
 UNFINISHED = "†"
 
 
@@ -66,7 +75,7 @@ def arrange(runs: Sequence[Run]) -> Arrangement:
     if wide.is_grid:
         return wide
     narrow = _arranged(families(runs, *TASK), TASK)
-    return narrow if narrow.is_grid else _arranged(families(runs), TASK, folded=False)
+    return narrow if narrow.is_grid else _arranged(families(runs, *TASK), TASK, folded=False)
 
 
 def _arranged(groups: Sequence[Family], names: Sequence[str], folded: bool = True) -> Arrangement:
@@ -81,6 +90,7 @@ def _arranged(groups: Sequence[Family], names: Sequence[str], folded: bool = Tru
     fields = telling(list(settings.values()))
     labels = list(dict.fromkeys(family.label if folded else family.title for family in groups))
     columns, left_out = [], []
+    titles = dict(zip(settings, in_words(list(settings.values())), strict=True))
     for key in sorted(tasks, key=lambda key: _order(settings[key], fields)):
         members: dict[int, Family] = {}
         for family in tasks[key]:
@@ -89,33 +99,13 @@ def _arranged(groups: Sequence[Family], names: Sequence[str], folded: bool = Tru
             farther = other is None or other.rounds < family.rounds
             members[number] = family if other is None or farther else other
             left_out += [] if other is None else [other if farther else family]
-        columns.append(Column(column_label(settings[key], fields), dict(sorted(members.items()))))
+        columns.append(Column(titles[key], dict(sorted(members.items()))))
     return Arrangement(tuple(fields), tuple(columns), tuple(labels), tuple(left_out))
 
 
 def _settings(family: Family) -> Settings:
     run = family.runs[0]
     return flatten(run.config.model_dump(mode="json", include=set(WIDE))) | found_by(run)
-
-
-def telling(settings: Sequence[Settings]) -> list[str]:
-    """The fewest settings that distinguish some tasks, the simplest first."""
-    varied = [
-        field
-        for field in dict.fromkeys(field for each in settings for field in each)
-        if len({written(each.get(field)) for each in settings}) > 1
-    ]
-    varied.sort(key=lambda field: (field in FOUND, not field.startswith(("data.source", "partition.")), field))
-    chosen: list[str] = []
-    while varied and _told_apart(settings, chosen) < len(settings):
-        best = max(varied, key=lambda field: _told_apart(settings, [*chosen, field]))  # the first of equals
-        chosen.append(best)
-        varied.remove(best)
-    return sorted(chosen, key=lambda field: (not field.startswith("data."), field))
-
-
-def _told_apart(settings: Sequence[Settings], fields: Sequence[str]) -> int:
-    return len({tuple(written(each.get(field)) for field in fields) for each in settings})
 
 
 def _order(settings: Settings, fields: Sequence[str]) -> list[tuple[int, float, str]]:
@@ -129,36 +119,23 @@ def _order(settings: Settings, fields: Sequence[str]) -> list[tuple[int, float, 
     return order
 
 
-def column_label(settings: Settings, fields: Sequence[str]) -> str:
-    """`pacs, domains_per_client=2`: data sets and weights only by name."""
-    return ", ".join(_told(field, settings.get(field)) for field in fields)
-
-
-def _told(field: str, value: Any) -> str:
-    if field in ("data.source", "backbone.name"):
-        return PurePath(str(value)).stem or str(value)  # paths of this machine are not published
-    if field in FOUND:
-        return f"{field.partition('.')[0]} {str(value)[:8]}"
-    place, _, leaf = field.rpartition(".")
-    name = leaf if place in ("data", "partition", "federation") else field
-    return f"{name}={'none' if value is None else written(value)}"
-
-
 def grid_cells(grid: Arrangement) -> list[list[Cell]]:
     """One line a method: Average and Worst Local in every column, the best of each column in bold."""
-    best = [{key: _best(rows, key) for key in PAIR} for rows in grid.rows]
+    best = [{key: _numbers(winners, rows, key) for key in PAIR} for rows in grid.rows]
+    level = [{key: _numbers(close, rows, key) for key in PAIR} for rows in grid.rows]
     table = []
     for number, label in enumerate(grid.labels):
         line = [Cell(label)]
-        for rows, chosen in zip(grid.rows, best, strict=True):
-            line += [Cell(_written(rows.get(number), key), number in chosen[key]) for key in PAIR]
+        for rows, chosen, behind in zip(grid.rows, best, level, strict=True):
+            marks = {key: f" {LEVEL}" if number in behind[key] else "" for key in PAIR}
+            line += [Cell(_written(rows.get(number), key) + marks[key], number in chosen[key]) for key in PAIR]
         table.append(line)
     return table
 
 
-def _best(rows: dict[int, Row], key: str) -> set[int]:
+def _numbers(choice: Callable[[Sequence[Row], str], set[int]], rows: dict[int, Row], key: str) -> set[int]:
     numbers = list(rows)
-    return {numbers[place] for place in winners([rows[number] for number in numbers], key)}
+    return {numbers[place] for place in choice([rows[number] for number in numbers], key)}
 
 
 def _written(row: Row | None, key: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from fedprompt.report import cost_plots, events, heatmaps, plots
+from fedprompt.report import cost_plots, events, heatmaps, plots, rank_diagram
 from fedprompt.report.comparison_table import NOTHING, Cell, percent, spread
 from fedprompt.report.html_elements import slug
 from fedprompt.report.method_grid import Arrangement, Column
@@ -18,6 +18,7 @@ from fedprompt.runs.run import Run
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+RANKS = "Ranks over tasks"
 MOST_OPEN = 6  # pictures of one kind that are not folded
 MOST_LISTED = 8  # names or numbers in a cell
 
@@ -54,8 +55,9 @@ class Part:
 
 
 def all_parts(runs: Sequence[Run], arranged: Arrangement) -> list[Part]:
-    """In the order of the page; settings and runs, which have no pictures, follow them there."""
-    return [
+    """In the order of the page, without empty ones; settings and runs, which have no pictures, follow them there."""
+    parts = [
+        ranks_over_tasks(arranged),
         learning_curves(arranged),
         fairness(arranged),
         clients_by_round(arranged),
@@ -67,6 +69,16 @@ def all_parts(runs: Sequence[Run], arranged: Arrangement) -> list[Part]:
         privacy_budget(arranged),
         refused_updates(runs),
     ]
+    return [part for part in parts if part.texts or part.pictures or part.tables]
+
+
+def ranks_over_tasks(arranged: Arrangement) -> Part:
+    """Only with at least three tasks on which the same methods were tested."""
+    found = rank_diagram.ranked_methods(arranged)
+    if found is None:
+        return Part(RANKS)
+    picture = Picture("ranks-over-tasks", found.caption, rank_diagram.rank_picture(found))
+    return Part(RANKS, [found.sentence], [picture])
 
 
 def learning_curves(arranged: Arrangement) -> Part:
@@ -98,7 +110,7 @@ def domains(arranged: Arrangement) -> Part:
     """Only if there are several."""
     chosen = [column for column in arranged.columns if len(plots.domain_names(column.families)) > 1]
     if not chosen:
-        return Part("Domains", ["No run was tested on more than one domain."])
+        return Part("Domains")
     caption = (
         "Accuracy on the images of each domain, over the last evaluated rounds. Bars have the order of the legend."
     )
@@ -151,6 +163,8 @@ def clients_by_round(arranged: Arrangement) -> Part:
             caption = (
                 f"{family.title}, seed {run.config.seed}{where}: accuracy of every client in every evaluated round."
             )
+            if accuracies.one_value is not None:
+                caption += f" The map has one colour: every cell is {accuracies.one_value:.2f} %."
             figure = heatmaps.client_heatmap(run, accuracies, scale, family.title, column.label)
             shown = first if run is family.runs[0] else others
             shown.append(Picture(f"clients-by-round-{slug(run.name)}", caption, figure))
@@ -211,7 +225,7 @@ def refused_updates(runs: Sequence[Run]) -> Part:
             ]
             rows.append([Cell(cell) for cell in cells])
     if not rows:
-        return Part("Rejected updates", ["No update was refused."])
+        return Part("Rejected updates")
     head = ["Run", "Rule", "Updates", "Rounds", "Clients", "Found at first"]
     return _part("Rejected updates", shown, tables=[Table("Rejected updates", head, rows, "text")])
 
@@ -225,7 +239,7 @@ def privacy_budget(arranged: Arrangement) -> Part:
         )
     ]
     if not private:
-        return Part("Privacy budget", ["No run is private: updates were sent without noise."])
+        return Part("Privacy budget")
     caption = "Epsilon after every round, of the seed that spent most. Dashed: the budget at which a run ends."
     shown = _pictures("privacy", private, _drawn(cost_plots.draw_privacy), caption)
     head = ["Method", "Noise at", "Noise multiplier", "Clip", "Delta", "Epsilon", "Budget"]

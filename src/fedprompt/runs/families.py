@@ -16,9 +16,11 @@ from fedprompt.config import NO_RESULT, difference
 from fedprompt.runs.run import Run
 
 # settings that must agree before two accuracies can be compared at all
-TASK = ("data", "partition", "backbone", "federation.held_out")
+MEASURED = ("evaluate_at", "evaluate_on", "evaluate_clients", "never_picked")
+TASK = ("data", "partition", "backbone", "federation.held_out", *(f"federation.{name}" for name in MEASURED))
 BUDGET = ("federation",)  # settings of the length of training and of the measurement
 IGNORED = (*NO_RESULT, "seed")  # settings that `Config.family` ignores
+OBVIOUS = ("method", "train", "federation")  # sections that a label leaves out where the name of the field says enough
 
 Settings = dict[str, Any]  # a config as `section.field` -> value
 
@@ -140,7 +142,15 @@ def labels(runs: Sequence[Run], *swept: str) -> dict[str, str]:
 def _differences(settings: Settings, fields: Sequence[str], nulls: bool) -> list[str]:
     """`field=value` for the fields of a label; null values are omitted if labels stay different without them."""
     shown = [field for field in fields if is_shown(settings, field, fields)]
-    return [f"{field}={short(settings, field)}" for field in shown if nulls or short(settings, field) != "null"]
+    names = {field: brief(field, fields) for field in shown}
+    return [f"{names[field]}={short(settings, field)}" for field in shown if nulls or short(settings, field) != "null"]
+
+
+def brief(field: str, fields: Sequence[str]) -> str:
+    """A field without its section, where that is obvious and no other of the fields has the same name."""
+    place, _, leaf = field.partition(".")
+    alone = sum(other.partition(".")[2] == leaf for other in fields) == 1
+    return leaf if place in OBVIOUS and leaf not in ("", "name") and alone else field
 
 
 def is_shown(settings: Settings, field: str, fields: Sequence[str]) -> bool:

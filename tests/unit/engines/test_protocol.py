@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -300,6 +301,14 @@ def test_figures_that_cannot_be_are_refused(name: str, value: Any) -> None:
     assert read_result(RESULT.to_json()) == RESULT
     with pytest.raises(ValueError, match=r"^result"):
         read_result({**RESULT.to_json(), name: value})
+
+
+def test_which_images_are_right_is_not_sent() -> None:
+    """Also where a node has it: a message has no place for it, and one that makes a place is refused."""
+    told = Answer.from_bytes(Answer(result=replace(RESULT, hits="/w==")).to_bytes())
+    assert told.result == RESULT
+    with pytest.raises(ValueError, match="have exactly"):
+        read_result({**RESULT.to_json(), "hits": "/w=="})
 
 
 def test_figures_a_little_below_nought_are_a_matter_of_rounding() -> None:

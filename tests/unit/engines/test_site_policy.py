@@ -197,6 +197,12 @@ def test_what_is_told_of_an_evaluation(ground: Ground, tmp_path: Path) -> None:
     assert told(ground.site(tmp_path / "none", policy=policy(evaluate="none")), evaluation(ground))[0] == "evaluation"
 
 
+@pytest.mark.parametrize("evaluate", ["counts", "noised", "all"])
+def test_no_policy_lets_a_site_say_which_images_are_right(evaluate: str) -> None:
+    whole = ClientResult(8, 5, domains={"photo": [8, 5]}, hits="+A==")
+    assert released(SitePolicy(evaluate=evaluate), whole).hits is None
+
+
 def test_few_test_images_are_not_told_of(ground: Ground, tmp_path: Path) -> None:
     rule, text = told(ground.site(tmp_path, policy=policy(least_test_images=6)), evaluation(ground))
     assert (rule, "fewer than 6 test images" in text) == ("evaluation", True)

@@ -32,8 +32,9 @@ from fedprompt.evaluation.base_to_novel import BaseToNovel
 from fedprompt.methods.coop import CoOp
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.zero_shot import ZeroShot
-from fedprompt.report import comparison_table
+from fedprompt.report import comparison_table, table_formats
 from fedprompt.report.html_report import render
+from fedprompt.report.tasks import by_task
 from fedprompt.runs.novel_figures import harmonic_mean, stored_figures
 
 pytestmark = pytest.mark.unit
@@ -284,14 +285,16 @@ def test_tables_have_more_columns_only_where_there_are_figures_for_them(novel: A
         "HM",
         "HM3",
     ]
-    assert "Not comparable, these settings differ" in comparison_table.markdown(rows)
-    assert comparison_table.NOVEL_EXPLANATION in comparison_table.markdown(rows)
-    assert comparison_table.json_rows(rows)[0]["hm"] == {"mean": found["hm"], "std": None}
-    assert ",hm3,hm3_std" in comparison_table.csv(rows).splitlines()[0]
-    assert comparison_table.csv(rows).splitlines()[1].endswith(f"{found['hm3']},")
+    assert "Not comparable, these settings differ" in comparison_table.notes(rows)[0]
+    tasks = by_task([done, plain])
+    assert [task.title for task in tasks] == ["tiny-clip", "tiny"]
+    assert comparison_table.NOVEL_EXPLANATION in table_formats.markdown(tasks)
+    assert table_formats.json_rows(tasks)[0]["hm"] == {"mean": found["hm"], "std": None}
+    assert ",hm3,hm3_std" in table_formats.csv(tasks).splitlines()[0]
+    assert table_formats.csv(tasks).splitlines()[1].endswith(f"{found['hm3']},")
     assert ">Novel<" in render([done, plain])
 
     only_plain = comparison_table.comparison([plain])
     assert comparison_table.all_columns(only_plain) == comparison_table.COLUMNS
-    assert "hm" not in comparison_table.json_rows(only_plain)[0]
-    assert comparison_table.NOVEL_EXPLANATION not in comparison_table.markdown(only_plain)
+    assert "hm" not in table_formats.json_rows(by_task([plain]))[0]
+    assert comparison_table.NOVEL_EXPLANATION not in table_formats.markdown(by_task([plain]))

@@ -12,6 +12,8 @@ from fedprompt.core.client_sampling import sample_cohort
 from fedprompt.metrics.accuracy import ClientResult, conclude, is_summary, summarise
 from fedprompt.report import comparison_table
 from fedprompt.report.comparison_table import comparison, notes
+from fedprompt.report.table_formats import markdown
+from fedprompt.report.tasks import Task
 from fedprompt.runs.run import Run
 
 pytestmark = pytest.mark.unit
@@ -47,7 +49,7 @@ def test_figures_of_picked_clients_come_beside_those_of_all(settings: Any) -> No
     assert is_summary(summary)
     rows = comparison([done])
     assert [column.title for column in comparison_table.columns(rows)][-2:] == ["Picked", "Picked worst"]
-    assert comparison_table.PICKED_EXPLANATION in comparison_table.markdown(rows)
+    assert comparison_table.PICKED_EXPLANATION in markdown([Task("", tuple(rows))])
 
 
 def test_fitting_gives_never_picked_clients_a_head_and_leaves_all_else_as_it_is(settings: Any) -> None:

@@ -19,7 +19,8 @@ from fedprompt.core import wire
 from fedprompt.errors import RunError
 from fedprompt.federation.stored_pool import StoredRows, packed
 from fedprompt.metrics.accuracy import ClientResult, summarise
-from fedprompt.report import comparison_table
+from fedprompt.report import table_formats
+from fedprompt.report.tasks import by_task
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import Event, PoolChange, RoundRecord, RunStore
 from fedprompt.runs.tables import FILE
@@ -64,7 +65,7 @@ def read_everything(folder: Path) -> None:
     """What `compare`, `report` and `--resume` read of a run."""
     run = Run(folder)
     try:
-        comparison_table.markdown(comparison_table.comparison([run]))
+        table_formats.markdown(by_task([run]))
         run.client_accuracies()
         state = run.reader.server_state()
         for blob in state[1:] if state is not None else ():

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from fedprompt.metrics.accuracy import ClientResult, conclude, summarise
+from fedprompt.metrics.accuracy import ClientResult, conclude, pack_hits, summarise, unpack_hits
 from fedprompt.metrics.calibration import BINS, calibration_error
 from fedprompt.metrics.scoring import entropy, score
 
@@ -88,3 +88,30 @@ def test_counts_by_domain_and_bin() -> None:
     assert found.bins[BINS - 1] == [1.0, 1.0, 1.0]
     assert found.bins[int(0.9 * BINS)][0] == 1
     assert found.nll == pytest.approx(-math.log(0.5) - math.log(0.1))
+
+
+def test_which_images_are_right_is_one_bit_each_in_the_order_of_the_images() -> None:
+    draws = torch.eye(3)[[0, 1, 2, 0, 0, 1, 2, 2, 1]].unsqueeze(0)
+    labels = torch.tensor([0, 1, 0, 0, 1, 1, 2, 0, 1])
+    found = score(draws, labels, np.zeros(9, dtype=int), ["only"])
+    assert found.hits is not None
+    assert unpack_hits(found.hits, 9).tolist() == [True, True, False, True, False, True, True, False, True]
+    assert found.correct == 6
+
+
+@given(some.lists(some.booleans(), max_size=200))
+def test_packed_hits_come_back_and_six_images_take_one_character(right: list[bool]) -> None:
+    text = pack_hits(np.array(right, dtype=bool))
+    assert unpack_hits(text, len(right)).tolist() == right
+    assert len(text) <= len(right) / 6 + 4
+
+
+@pytest.mark.parametrize(("text", "samples"), [("/w==", 7), ("/w==", 9), ("?", 8), ("", 1)])
+def test_hits_that_are_not_one_bit_an_image_are_refused(text: str, samples: int) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        unpack_hits(text, samples)
+
+
+def test_a_result_without_hits_is_written_as_before() -> None:
+    assert "hits" not in ClientResult(3, 2).to_json()
+    assert ClientResult(**ClientResult(3, 2, hits="wA==").to_json()).hits == "wA=="

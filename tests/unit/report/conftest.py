@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fedprompt import Experiment
 from fedprompt.config import parse
 from fedprompt.federation.loop import Observer
-from fedprompt.metrics.accuracy import ClientResult, summarise
+from fedprompt.metrics.accuracy import ClientResult, pack_hits, summarise
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import RoundRecord, RunStore
 
@@ -81,7 +83,8 @@ Write = Callable[..., Run]
 def write(tmp_path: Path) -> Iterator[Write]:
     """A run file by hand: `write("name", [[9, 5], [8, 6]])` is two rounds, with correct answers of 10 by client.
 
-    `tested` says which clients they are, when not the first ones, and `digest` what weights the run found.
+    `tested` says which clients they are, when not the first ones, and `digest` what weights the run found. With `hits`, the
+    run file says that the first images are the right ones.
     """
     made: list[Run] = []
 
@@ -92,6 +95,7 @@ def write(tmp_path: Path) -> Iterator[Write]:
         clients: list[str] | None = None,
         tested: list[int] | None = None,
         digest: str = "weights",
+        hits: bool = False,
         **changes: Any,
     ) -> Run:
         config = parse({"federation": {"rounds": max(1, len(correct))}, **changes})
@@ -105,6 +109,8 @@ def write(tmp_path: Path) -> Iterator[Write]:
         store.commit(RoundRecord(0, [], None, 1000, 1000, None), b"", b"", {}, {})
         for round, answers in enumerate(correct, start=1):
             results = [ClientResult(10, right, 1, 1, 0, [[10, 5, right]], {"ink": [10, right]}) for right in answers]
+            if hits:
+                results = [replace(each, hits=pack_hits(np.arange(10) < each.correct)) for each in results]
             cohort = list(range(len(answers)))
             record = RoundRecord(round, cohort, 0.5, 80, 40, summarise(results), {"train": 1.5, "evaluate": 0.5})
             numbers = tested or range(len(results))

@@ -8,10 +8,12 @@ from forgery import forged
 from PIL import Image
 
 from fedprompt.errors import RunError
-from fedprompt.report.comparison_table import Cell, comparison, json_rows, winners
+from fedprompt.report.comparison_table import Cell, comparison, winners
 from fedprompt.report.html_elements import breakable, table
 from fedprompt.report.html_report import render, write_report
 from fedprompt.report.run_details import settings_section, versions
+from fedprompt.report.table_formats import json_rows
+from fedprompt.report.tasks import Task
 from fedprompt.runs.store import RunStore
 
 pytestmark = pytest.mark.unit
@@ -102,7 +104,7 @@ def test_every_picture_has_a_text_for_those_who_cannot_see_it(seen):
 
 def test_contents_lead_to_every_section_in_their_order(html, seen):
     names = ["results", "learning-curves", "fairness", "clients-by-round", "domains", "calibration", "communication"]
-    names += ["time-by-phase", "partition", "privacy-budget", "rejected-updates", "settings-and-versions", "runs"]
+    names += ["time-by-phase", "partition", "settings-and-versions", "runs"]
     links = [link["href"] for link in seen.named("a")]
     assert links == ["#main", *(f"#{name}" for name in names)]
     assert [heading["id"] for heading in seen.named("h2")] == names
@@ -185,7 +187,7 @@ def test_nan_figures_are_shown_and_win_nothing(write):
         file.execute("UPDATE rounds SET summary = ?", (text.replace('"average": 0.9', '"average": NaN'),))
     rows = comparison([bad, good])
     assert winners(rows, "average") == set()
-    assert json.loads(json.dumps(json_rows(rows), allow_nan=False))[0]["average"]["mean"] is None
+    assert json.loads(json.dumps(json_rows([Task("", tuple(rows))]), allow_nan=False))[0]["average"]["mean"] is None
     assert "nan" in Page(render([bad, good])).text
 
 

@@ -52,7 +52,7 @@ def test_a_grid_has_a_heading_over_every_pair_of_columns(write):
     ]
     text = latex(runs)
     check_structure(text)
-    assert r" & \multicolumn{2}{c}{alpha=0.1} & \multicolumn{2}{c}{alpha=0.5} \\" in text
+    assert r" & \multicolumn{2}{c}{alpha 0.1} & \multicolumn{2}{c}{alpha 0.5} \\" in text
     assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-5}" in text
     assert [row[0] for row in body(text)] == [r"a\_b", "c"]
 

@@ -59,13 +59,13 @@ def test_a_line_per_method_in_the_colours_and_words_of_the_legend(at):
 
 def test_families_of_one_method_have_lines_of_their_own(at):
     runs = [at(value, [value], train={"lr": lr}) for value in (1, 2) for lr in (0.1, 0.2)]
-    assert legend(sweep_plot.sweep_curves(runs, "method.draws")) == ["fedvpt train.lr=0.1", "fedvpt train.lr=0.2"]
+    assert legend(sweep_plot.sweep_curves(runs, "method.draws")) == ["fedvpt lr=0.1", "fedvpt lr=0.2"]
 
 
 def test_a_table_of_the_same_runs_shows_the_swept_value(at):
     runs = [at(value, [value], method) for value in (1, 2) for method in ("fedvpt", "local")]
     assert [group.label for group in families(runs)] == [
-        f"{method} method.draws={value}" for value in (1, 2) for method in ("fedvpt", "local")
+        f"{method} draws={value}" for value in (1, 2) for method in ("fedvpt", "local")
     ]
 
 

@@ -16,7 +16,8 @@ from forgery import as_version, forged
 
 from fedprompt.dashboard.run_reader import LiveRun
 from fedprompt.errors import RunError
-from fedprompt.report import comparison_table
+from fedprompt.report import table_formats
+from fedprompt.report.tasks import by_task
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import Event, PoolChange, RoundRecord, RunReader, RunStore
 from fedprompt.runs.tables import FILE
@@ -138,7 +139,7 @@ def test_a_forger_who_makes_all_digests_anew_is_told_by_a_noted_head_alone(direc
 
 
 def compared(directory: Path) -> None:
-    comparison_table.markdown(comparison_table.comparison([Run(directory)]))
+    table_formats.markdown(by_task([Run(directory)]))
 
 
 def looked_at(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 from fedprompt.engines.remote.site_policy import SitePolicy
@@ -12,9 +13,9 @@ SENSITIVITY = 2  # total change of hits and misses when one test image is replac
 
 
 def released(policy: SitePolicy, result: ClientResult) -> ClientResult:
-    """All figures, counts alone, or counts with noise."""
+    """All figures, counts alone, or counts with noise; never which images are answered correctly."""
     if policy.evaluate == "all":
-        return result
+        return replace(result, hits=None)
     if policy.evaluate == "noised":
         return noised(result, policy.evaluation_epsilon)
     return ClientResult(result.samples, result.correct, domains=_large_domains(result, policy.least_test_images))
