@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import typer
-
-from fedprompt.config.registries import BACKBONES, PARTITIONS
 
 SCHEMA = Path(__file__).parents[1] / "schema.json"
 MOST = 200  # choices that are offered
@@ -42,21 +41,35 @@ def complete_method_or_variant(incomplete: str) -> list[str]:
 
 def complete_backbone(incomplete: str) -> list[str]:
     """Named backbones of this package."""
+    from fedprompt.config.registries import BACKBONES
+
     return _beginning(incomplete, BACKBONES.fixed)
 
 
 def complete_scheme(incomplete: str) -> list[str]:
     """Ways to divide images."""
+    from fedprompt.config.registries import PARTITIONS
+
     return _beginning(incomplete, [name for name in PARTITIONS.fixed if name not in PARTITIONS.words])
 
 
-def complete_override(incomplete: str) -> list[str]:
+def complete_override(context: typer.Context, incomplete: str) -> list[str]:
     """`train.lr=` of `train.l`, and values where a setting has a list of them."""
-    key, equals, _ = incomplete.partition("=")
+    key, equals, value = _split(context.params.get("overrides") or (), incomplete)
     settings = _schema()["$defs"]["setting"]["properties"]
     if not equals:
-        return _beginning(incomplete, [f"{name}=" for name in settings])
-    return _beginning(incomplete, [f"{key}={value}" for value in _values(settings.get(key, {}))])
+        return _beginning(key, [f"{name}=" for name in settings])
+    values = _beginning(value, _values(settings.get(key, {})))
+    return [f"{key}={each}" for each in values] if "=" in incomplete[1:] else values
+
+
+def _split(before: Sequence[str], incomplete: str) -> tuple[str, str, str]:
+    """Key, `=` and beginning of a value. Bash takes `=` for a word of its own, and then only the value is completed."""
+    words = [*before, incomplete]
+    for back in (1, 2):
+        if len(words) > back and words[-back] == "=":
+            return words[-back - 1], "=", "" if back == 1 else incomplete
+    return incomplete.partition("=")
 
 
 def _values(schema: dict[str, Any]) -> list[str]:
@@ -85,14 +98,16 @@ def complete_run(incomplete: str) -> list[str]:
     )
 
 
-def complete_client(context: typer.Context, incomplete: str) -> list[str]:
-    """Clients of the run that was named before."""
+def complete_client(incomplete: str) -> list[str]:
+    """Clients of the run that was typed: click does not know it before the option has its value."""
     from fedprompt.errors import FedpromptError
     from fedprompt.runs.run import Run
 
+    typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    run = next((word for word in typed.split() if (Path(word) / "run.db").exists()), None)
     try:
-        return _beginning(incomplete, Run(context.params["run"]).clients)
-    except (FedpromptError, KeyError, TypeError, OSError):
+        return [] if run is None else _beginning(incomplete, Run(run).clients)
+    except (FedpromptError, OSError):
         return []
 
 

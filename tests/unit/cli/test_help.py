@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 import typer
+from support import run
 from typer.main import get_command
 
 from fedprompt.cli import app, completion
@@ -66,9 +67,16 @@ def test_a_misspelt_command_or_option_gets_one_suggestion(
     ],
 )
 def test_settings_and_their_values_are_completed(incomplete: str, found: list[str]) -> None:
-    offered = completion.complete_override(incomplete)
+    offered = completion.complete_override(typer.Context(click.Command("run")), incomplete)
     assert set(offered) <= set(found)
     assert offered[:1] == found[:1]
+
+
+@pytest.mark.parametrize(("before", "incomplete"), [(["train.optimizer"], "="), (["train.optimizer", "="], "ad")])
+def test_values_are_completed_where_the_shell_splits_at_the_equals_sign(before: list[str], incomplete: str) -> None:
+    context = typer.Context(click.Command("run"))
+    context.params = {"overrides": before}
+    assert {"adam", "adamw"} <= set(completion.complete_override(context, incomplete))
 
 
 def test_runs_are_completed_with_folders_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +88,11 @@ def test_runs_are_completed_with_folders_on_the_way(tmp_path: Path, monkeypatch:
     assert completion.complete_run("runs/d") == ["runs/demo-a", "runs/demo-b/"]
 
 
-def test_the_client_of_what_is_no_run_has_no_completion(tmp_path: Path) -> None:
-    context = typer.Context(click.Command("predict"))
-    context.params = {"run": tmp_path}
-    assert completion.complete_client(context, "") == []
+def test_clients_of_the_run_that_was_typed_are_completed(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run(settings(method={"name": "head_tune"}, federation={"rounds": 1}))
+    monkeypatch.setenv("COMP_WORDS", f"fedprompt predict {done.directory} --client cl")
+    assert completion.complete_client("cl") == [f"client_{number}" for number in range(4)]
+    monkeypatch.setenv("COMP_WORDS", f"fedprompt predict {tmp_path} --client cl")
+    assert completion.complete_client("cl") == []
