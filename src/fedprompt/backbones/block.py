@@ -35,6 +35,20 @@ def run_block(weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive
     return list(x.split([piece.shape[1] for piece in live], dim=1)) if len(live) > 1 else [x]
 
 
+@torch.no_grad()
+def cls_attention(weights: Weights, shape: ViTShape, pieces: Sequence[Tensor]) -> Tensor:
+    """The shares (B, pieces) of the attention of CLS, the first row of the first piece; means over the heads."""
+    batch = len(pieces[0])
+    rows = torch.cat([spread(piece, batch) for piece in pieces], dim=1)
+    normed = layers.norm(weights, "norm1", rows, shape.norm_eps)
+    to_query, to_key = weights["attention.in.weight"][: 2 * shape.width].chunk(2)
+    query_bias, key_bias = weights["attention.in.bias"][: 2 * shape.width].chunk(2)
+    query = F.linear(normed[:, :1], to_query, query_bias).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+    key = F.linear(normed, to_key, key_bias).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+    looks = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1).mean((1, 2))  # (B, rows)
+    return torch.stack([look.sum(-1) for look in looks.split([piece.shape[1] for piece in pieces], dim=-1)], dim=-1)
+
+
 def _many_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[Tensor]) -> Tensor:
     """Attention (B, R, d) of the live rows. Passive rows get a key and a value, but no query."""
     weight, bias = weights["attention.in.weight"], weights["attention.in.bias"]

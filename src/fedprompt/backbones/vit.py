@@ -25,9 +25,11 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fedprompt.backbones import layers
-from fedprompt.backbones.block import Block, run_block
+from fedprompt.backbones.block import Block, cls_attention, run_block
+from fedprompt.backbones.layers import Weights
 from fedprompt.backbones.shape import CHANNELS, ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.errors import BackboneError, ContractError, broken
@@ -36,6 +38,7 @@ from fedprompt.modules.insertion import VisionPrompt, check_prompt, enter, leave
 __all__ = ["READS", "ViT", "ViTShape"]
 
 READS = ("cls", "patches", "prompts")  # what can be read after the last block and the final norm
+ATTENTION = "prompt_attention"  # can be read beside them
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +133,10 @@ class ViT:
 
         `tokens` are the inputs of block `start` without prompts, so the blocks before the first prompted one may be
         computed once and cached. Reads: `cls` (B, d), `patches` (B, M, d), `prompts` (B, P, d) with the rows that are
-        still there after the last block, slot by slot and oldest first within an appending slot. The order of rows
-        inside the sequence does not matter, because prompts have no position. A norm before block 0 (CLIP) also applies
-        to prompts of block 0.
+        still there after the last block, slot by slot and oldest first within an appending slot. `prompt_attention`
+        (B, slots) is the share of the attention of CLS that a slot gets, mean over the heads and over the blocks where
+        it has rows. The order of rows inside the sequence does not matter, because prompts have no position. A norm
+        before block 0 (CLIP) also applies to prompts of block 0.
 
         `pause` is a block and a function: the pass pauses before that block, and the function returns extra prompts
         computed from the CLS rows (B, d) of its input.
@@ -142,6 +146,7 @@ class ViT:
         batch, last = len(tokens), self.depth - 1
         empty = tokens.new_empty(batch, 0, self.shape.width)
         main, prompts, slots = tokens, list(prompts), [empty for _ in prompts]
+        looks: list[Tensor] = []
         for block in range(start, self.depth):
             if pause is not None and block == pause[0]:
                 joining = list(pause[1](main[:, 0]))
@@ -151,13 +156,19 @@ class ViT:
             if block == last:
                 break
             slots = [self._enter(prompt, rows, block) for prompt, rows in zip(prompts, slots, strict=True)]
+            looks += [self._look(block, [main, *slots])] if ATTENTION in reads else []
             stay = [not leaves(prompt, block) for prompt in prompts]
             live = [main, *(spread(rows, batch) for rows, s in zip(slots, stay, strict=True) if s)]
             passive = [rows for rows, s in zip(slots, stay, strict=True) if not s]
             main, *kept = self._block(block, live, passive)
             slots = [kept.pop(0) if s else rows[:, :0] for rows, s in zip(slots, stay, strict=True)]
         slots = [self._enter(prompt, rows, last) for prompt, rows in zip(prompts, slots, strict=True)]
-        return self._last_block(main, prompts, slots, reads)
+        seen = self._last_block(main, prompts, slots, reads - {ATTENTION})
+        if ATTENTION in reads:
+            looks.append(self._look(last, [main, *slots]))
+            shares = pad_sequence([look.T for look in looks], padding_value=0.0)[1:]  # slots may join at a pause
+            seen[ATTENTION] = (shares.sum(1) / (shares > 0).sum(1).clamp(min=1)).T
+        return seen
 
     def block_inputs(self, tokens: Tensor, blocks: Sequence[int] | None = None) -> list[Tensor]:
         """The inputs (B, T, d) of the listed blocks (all when None) in a pass without prompts."""
@@ -234,10 +245,17 @@ class ViT:
 
     def _block(self, block: int, live: list[Tensor], passive: list[Tensor]) -> list[Tensor]:
         """The live pieces after a block. Passive ones may be shared by runs of samples."""
-        prefix = f"blocks.{self.stem + block}."
-        weights = {name: self.weights[prefix + name] for name in block_tensors(self.shape)}
         with layers.precision(self.autocast, self.device):
-            return self.block(weights, self.shape, live, passive)
+            return self.block(self._weights_of(block), self.shape, live, passive)
+
+    def _look(self, block: int, pieces: Sequence[Tensor]) -> Tensor:
+        """The shares of the attention of CLS on each piece."""
+        with layers.precision(self.autocast, self.device):
+            return cls_attention(self._weights_of(block), self.shape, pieces)
+
+    def _weights_of(self, block: int) -> Weights:
+        prefix = f"blocks.{self.stem + block}."
+        return {name: self.weights[prefix + name] for name in block_tensors(self.shape)}
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return layers.norm(self.weights, name, x, self.shape.norm_eps)
@@ -253,7 +271,7 @@ class ViT:
         shape = self.shape
         if tokens.ndim != 3 or tuple(tokens.shape[1:]) != (shape.tokens, shape.width):
             raise ContractError(f"tokens must be (B, {shape.tokens}, {shape.width}), got {tuple(tokens.shape)}")
-        if not reads or not reads <= set(READS):
+        if not reads - {ATTENTION} or not reads <= {*READS, ATTENTION}:
             raise ContractError(f"reads must be some of {', '.join(READS)}, got {sorted(reads)}")
         if not 0 <= start < self.depth:
             raise ContractError(f"start must be in 0..{self.depth - 1}, got {start}")

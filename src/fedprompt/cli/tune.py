@@ -52,7 +52,7 @@ def tune(
     caption = "\n".join(["per cent of validation images; no test image was read", *unequal(outcomes)])
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     for position, title in enumerate(HEAD):
-        least = max(map(len, title.split())) if position else min(24, max(len(each.plan.title) for each in outcomes))
+        least = max(map(len, title.split()))  # titles break between words, and the names of studies give way
         table.add_column(title, justify="right" if position else "left", overflow="fold", min_width=least)
     for row in given_rows(outcomes):
         table.add_row(*map(safe_line, row))

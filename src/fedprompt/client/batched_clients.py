@@ -213,7 +213,7 @@ def seen_by(seen: Seen, place: int) -> Seen:
 
 
 def _rows_of(seen: Seen) -> Tensors:
-    names = ("cls", "patches", "prompts", "image", "image_raw", "image_patches")
+    names = ("cls", "patches", "prompts", "prompt_attention", "image", "image_raw", "image_patches")
     return {name: value for name in names if (value := getattr(seen, name)) is not None and value.dim() > 1}
 
 

@@ -167,6 +167,7 @@ class Seen:
     cls: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, d)
     patches: Tensor | None = None  # (repeat * B, M, d), when the method reads it
     prompts: Tensor | None = None  # (repeat * B, P, d), when the method reads it
+    prompt_attention: Tensor | None = None  # (repeat * B, slots), attention of CLS, when the method reads it
     image: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, D)
     image_raw: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, D), before it is normalised
     image_patches: Tensor = field(default_factory=lambda: torch.empty(0))  # (repeat * B, M, D)
@@ -324,7 +325,7 @@ class Method:
     @property
     def reads(self) -> tuple[str, ...]:
         """What `logits` reads of the prompted backbone: "cls", "patches", "prompts"; of a dual encoder also "image",
-        "image_raw", "image_patches".
+        "image_raw", "image_patches". "prompt_attention" is for `diagnostics`.
         """
         return ("cls",)
 

@@ -84,7 +84,8 @@ class History:
     def add_events(self, events: Iterable[NewEvent]) -> None:
         for each in events:
             self.last_event = each.number
-            _count(self.kinds, each.kind)
+            if each.kind not in (RESULT, EVENT):
+                _count(self.kinds, each.kind)
             if each.kind not in ELSEWHERE:
                 self.latest.append(each)
             if each.kind == EVENT and isinstance(each.figure, dict) and is_summary(each.figure):

@@ -231,7 +231,7 @@ def _without(
     repeat = watched.given.repeat
     if watched.seen.prompts is not None:  # CLS replaces the rows of absent prompts
         rows = {**rows, "prompts": rows["cls"].unsqueeze(1).expand(-1, watched.seen.prompts.shape[1], -1)}
-    kept = {name: rows[name].repeat(repeat, *[1] * (rows[name].dim() - 1)) for name in method.reads}
+    kept = {name: rows[name].repeat(repeat, *[1] * (rows[name].dim() - 1)) for name in method.reads if name in rows}
     seen = Seen(**kept, text=watched.seen.text, extra=watched.seen.extra)
     return method.predict(world, client.params, seen, batch, noise)[:, 0].mean(
         0

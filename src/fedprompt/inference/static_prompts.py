@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.backbones.dual_encoder import DualEncoder
-from fedprompt.backbones.vit import ViT
+from fedprompt.backbones.vit import ATTENTION, ViT
 from fedprompt.client.step import encode_text, first_block, inserted
 from fedprompt.core.method import Batch, Prompts, Seen
 from fedprompt.errors import ConfigError
@@ -69,8 +69,9 @@ def joined(seen: Tensors, reads: tuple[str, ...]) -> Tensor:
 
 def constant(client: TrainedClient, reference: np.ndarray) -> Constant:
     """The constant model of a client; means are over reference images (B, S, S, 3)."""
-    if client.method.reads not in FEATURES:
-        read = ", ".join(client.method.reads)
+    reads = tuple(name for name in client.method.reads if name != ATTENTION)  # only a diagnostic
+    if reads not in FEATURES:
+        read = ", ".join(reads)
         raise ConfigError(
             f"{client.config.label} cannot be exported: it reads {read} of the backbone and weights them differently for every image, "
             "which a fixed classifier cannot do; use `fedprompt predict`"
@@ -80,7 +81,7 @@ def constant(client: TrainedClient, reference: np.ndarray) -> Constant:
         slots, varies = _mean_slots([plan.given for plan in plans])
         replaced = [f"prompts are the mean over {len(reference)} images of the client"] if varies else []
         first = plans[0]
-        fixed = Constant(slots, first.given.weights, client.method.reads, torch.empty(0), torch.empty(0), ())
+        fixed = Constant(slots, first.given.weights, reads, torch.empty(0), torch.empty(0), ())
         features = torch.cat([fixed.feature(plan.images, torch.arange(len(plan.images))) for plan in plans])
         read_out = _read_out(client, plans, fixed.slots)
     weight, bias, linear = tangent(read_out, features)

@@ -106,7 +106,12 @@ class PFedBayesPTD(WithHead):
     mean_scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor on the rows that mean_init `cls` and `mean` start with (`literal` only)."""
     diagnose: bool = False
-    """In evaluations, also test with instance prompts of other images and with their mean. Three times the work."""
+    """In evaluations, also test with instance prompts of other images and with their mean, and say how much attention of
+    CLS goes to each kind of prompt. Three times the work."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, "prompt_attention") if self.diagnose else super().reads
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -211,7 +216,8 @@ class PFedBayesPTD(WithHead):
 
     def diagnostics(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> dict[str, Tensor]:
         """How far prompt and encoder have moved; with `diagnose`, the accuracy with instance prompts as they are, with
-        their mean over a batch and with those of other images, and what `prompts` has found out of the posterior.
+        their mean over a batch and with those of other images, the share of the attention of CLS that goes to them and
+        to the global prompt (mean over the blocks that have them), and what `prompts` has found out of the posterior.
         """
         found = {f"{short}.moved": moved(world, params, name) for name, short in MOVING.items() if name in params}
         if not self.diagnose:
@@ -220,6 +226,10 @@ class PFedBayesPTD(WithHead):
         by_control = probabilities(logits).unflatten(0, (len(CONTROLS), -1, len(batch.labels))).mean(1)
         right = (by_control.argmax(-1) == batch.labels).to(logits.dtype)
         accuracies = {f"instance.{name}": each for name, each in zip(CONTROLS, right, strict=True)}
+        assert seen.prompt_attention is not None
+        shares = seen.prompt_attention.unflatten(0, (len(CONTROLS), -1, len(batch.labels)))[0].mean(0).unbind(-1)
+        kinds = ("instance.attention", "prompt.attention")
+        found |= dict(zip(kinds, reversed(shares), strict=False))  # a global prompt of no tokens has no slot
         return {**found, **accuracies, **{f"posterior.{name}": each for name, each in seen.extra.items()}}
 
 

@@ -99,12 +99,13 @@ def client_heatmap(
             xlabel="Round",
             ylabel="Clients by rank, worst first" if found.grouped else "",
         )
-        add_place(axes, ", ".join(filter(None, [where, f"seed {run.config.seed}"])))
+        images = "validation images" if run.config.federation.evaluate_on == "validation" else ""
+        add_place(axes, ", ".join(filter(None, [where, f"seed {run.config.seed}", images])))
         if found.rounds:
             image = axes.imshow(
                 found.table, aspect="auto", cmap="cividis", interpolation="nearest", vmin=low, vmax=high
             )
-            figure.colorbar(image, ax=axes, label=f"{evaluated_rounds.accuracy_title([run])} (%)")
+            figure.colorbar(image, ax=axes, label="Accuracy (%)")
             thin(axes.set_xticks, [str(round) for round in found.rounds], NAMED_COLUMNS)
             thin(axes.set_yticks, [shortened(name) for name in found.rows], NAMED_ROWS)
     return figure

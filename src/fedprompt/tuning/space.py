@@ -32,7 +32,8 @@ def search_space(config: Config, method: Method, world: World, section: Mapping[
     for setting, each in space.items():
         for value in (each.low, each.high) if isinstance(each, FloatRange) else each.values:
             changed = applied(config, {setting: value})
-            registry.build(changed.method, changed.variant)  # both raise where the config cannot have it
+            # all three raise where the config cannot have it
+            registry.build(changed.method, changed.variant).check(world, changed.train)
     return space
 
 

@@ -14,10 +14,10 @@ from fedprompt.tuning.outcome import Outcome, TrialRow
 from fedprompt.tuning.study_plots import importance, importance_plot, parallel_plot
 
 PAGE = "tuning.html"
-HEAD = ("Study", "Trials", "Ended early", "Diverged", "Rounds", "Image passes", "Seconds", "Config's own", "Best")
+HEAD = ("Study", "Trials", "Ended early", "Diverged", "Rounds", "Image passes", "Seconds", "Config", "Best")
 EXPLANATION = (
     "Accuracies are the Average on validation images, which are training images that no trial trained on. No test image was "
-    "read. Config's own is the first trial, with the values of the config file; it may have ended early. Every study has the "
+    "read. Config is the first trial, with the values of the config file; it may have ended early. Every study has the "
     "same number of trials, and of rounds but for trials that diverged. A dash as a value: that of the config, outside of "
     "what was searched."
 )

@@ -228,8 +228,8 @@ def test_a_run_in_progress_says_that_its_figures_are_of_validation_images(settin
     assert not run.finished
     assert any("validation images, not of test images" in line for line in notes(comparison([run])))
     page = render([run])
-    assert page.count("Accuracy on validation images (%)") >= 2  # learning curves, clients by round
-    assert page.count("Accuracy (%)") == 0
+    assert "Accuracy on validation images (%)" in page  # learning curves
+    assert "seed 0, validation images" in page  # clients by round
     assert "Average (validation)" in page
     paper = io.StringIO()
     done = support.run(values, resume=True, observer=LiveProgress(Console(file=paper, width=200)))

@@ -13,10 +13,13 @@ from support import experiment, local_tensors, run, seeded, shared_tensors
 from torch import Tensor
 
 from fedprompt.backbones.random_weights import random_vit
+from fedprompt.backbones.vit import READS
+from fedprompt.client.step import inserted
 from fedprompt.config import parse
 from fedprompt.core import registry
 from fedprompt.core.method import Batch, Client, Method, Seen, World
 from fedprompt.errors import ConfigError
+from fedprompt.inference.attention_maps import Watch
 from fedprompt.methods.fedvpt import FedVPTDeep
 from fedprompt.methods.pfedbayespt import PFedBayesPT, PFedBayesPTD, PFedBayesPTG
 from fedprompt.runs.run import as_it_was
@@ -60,7 +63,7 @@ def step(
     if noise is None:
         noise = method.noise(world, 4, training, seeded(3))
     given = method.prompts(world, params, batch, noise)
-    seen = Seen(**VIT.run(tokens.repeat(given.repeat, 1, 1), given.vision), extra=given.extra)
+    seen = Seen(**VIT.run(tokens.repeat(given.repeat, 1, 1), inserted(given.vision), method.reads), extra=given.extra)
     return seen, batch, noise
 
 
@@ -375,12 +378,39 @@ def test_a_control_uses_the_prompts_of_other_images() -> None:
     torch.testing.assert_close(mean, own.mean(0, keepdim=True).expand_as(own))
 
 
+def test_the_attention_on_instance_prompts_is_that_of_watched_blocks() -> None:
+    """Mean over heads and blocks, of the prompts as they are; the pass beside it computes the weights by their formula."""
+    method = PFedBayesPTD(diagnose=True, prompt_tokens=3)
+    world, params = ready(method)
+    seen, batch, noise = step(method, world, params, {}, training=False)
+    found = method.diagnostics(world, params, seen, batch)
+    vit, inputs = VIT, images()
+    own = method.prompts(world, params, batch, noise).vision
+    eye = Watch(vit.shape.tokens)
+    replace(vit, block=eye).run(vit.embed(inputs).repeat(3, 1, 1), own, READS)
+    by_block = torch.stack([looked.cls[:4, vit.shape.tokens :] for looked in eye.looked])  # 3 global rows and 1 own
+    torch.testing.assert_close(found["prompt.attention"], by_block[..., :3].sum(-1).mean(0), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found["instance.attention"], by_block[..., 3].mean(0), atol=1e-6, rtol=1e-5)
+
+
+def test_without_a_global_prompt_only_instance_prompts_have_attention() -> None:
+    method = PFedBayesPTD(diagnose=True, prompt_tokens=0, instance_depth=1)
+    world, params = ready(method)
+    seen, batch, _ = step(method, world, params, {}, training=False)
+    found = method.diagnostics(world, params, seen, batch)
+    assert 0 < float(found["instance.attention"].min()) < 1
+    assert "prompt.attention" not in found
+
+
 def test_a_run_says_how_far_prompt_and_encoder_moved(settings: Any) -> None:
     values = settings(method={"name": "pfedbayespt", "prompt_tokens": 2, "diagnose": True}, train={"lr": 0.2})
     found = run(values).summary()["diagnostics"]
     assert found["prompt.moved"] > 0
     assert found["encoder.rows.moved"] > 0
     assert 0 <= found["posterior.a_s"] <= math.log(5) + 1e-4
+    assert 0 < found["instance.attention"] + found["prompt.attention"] < 1
+    alone = run({**values, "name": "alone", "engine": {"cohort": 1}}).summary()["diagnostics"]
+    assert alone["instance.attention"] == pytest.approx(found["instance.attention"], rel=1e-4)
     still = run({**values, "name": "still", "train": {**values["train"], "lr": 0.0}}).summary()["diagnostics"]
     assert still["prompt.moved"] == still["encoder.rows.moved"] == still["encoder.gain.moved"] == 0.0
 

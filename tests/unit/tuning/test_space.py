@@ -17,7 +17,7 @@ from fedprompt.core.recipe import group_of
 from fedprompt.core.search_space import Choice, FloatRange, SearchSpace
 from fedprompt.errors import ConfigError
 from fedprompt.tuning.halving import counts, planned_rounds, stops
-from fedprompt.tuning.space import applied, read_section, search_space, start_of, trained
+from fedprompt.tuning.space import applied, entries_of, read_section, search_space, start_of, trained
 
 Make = Callable[..., dict[str, Any]]
 
@@ -130,12 +130,13 @@ def test_a_section_that_cannot_be_is_refused(section: Any, message: str) -> None
     [
         ({"train.momentum": [2.0]}, "train.momentum must be less than 1"),
         ({"method.prompt_tokens": [-1]}, "method.prompt_tokens must"),
+        ({"method.depth": [1, 99]}, "method.depth must"),  # more than the backbone has
         ({"train.lrs.prompt": {"low": -1.0, "high": 1.0, "log": False}}, "train.lrs.prompt must"),
     ],
 )
 def test_a_value_that_the_config_cannot_have_is_refused(settings: Make, section: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        space_of(settings, section)
+        space_of(settings, section, method={"name": "fedvpt_deep"})
 
 
 def test_a_config_with_the_section_is_a_config_like_any_other(tmp_path: Path, settings: Make) -> None:
@@ -146,6 +147,22 @@ def test_a_config_with_the_section_is_a_config_like_any_other(tmp_path: Path, se
         path.write_text(yaml.safe_dump(values))
         digests.append(config_files.load(path)[0].digest())
     assert digests[0] == digests[1]
+
+
+TABLES = ("table1", "table2", "table3_cifar100", "table3_domainnet", "table4_cifar100", "table4_domainnet")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_of_pfedbayespt_has_the_grids_that_the_paper_tuned(name: str) -> None:
+    path = Path(config_files.__file__).parents[1] / "papers/pfedbayespt" / f"{name}.yaml"
+    entries = entries_of(read_section(config_files.read(path)["tune"]), "pfedbayespt")
+    depths = [*range(1, 13)]
+    assert (entries["method.depth"], entries["method.instance_depth"]) == (depths, depths)
+    assert entries["train.lrs.encoder.*"] == [0.0001, 0.0005, 0.001, 0.005, 0.01]
+    others = entries_of(read_section(config_files.read(path)["tune"]), "pfedpg")
+    if not name.startswith("table4"):  # these compare pFedBayesPT with itself
+        assert "method.depth" not in others
+        assert others["method.server_lr"] == [0.0001, 0.001, 0.01]
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 8, 9, 10, 30, 100])
