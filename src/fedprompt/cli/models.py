@@ -198,6 +198,9 @@ def explain(
         Path | None, typer.Option("--output", "-o", help="A .png, .svg or .html file, or a folder.")
     ] = None,
     block: Annotated[str, typer.Option(help="Whose attention: a block from 0, last, or rollout over all.")] = "last",
+    label: Annotated[
+        str | None, typer.Option(help="The right class; else the folder of the image, if it has the name of a class.")
+    ] = None,
     as_json: AsJson = False,
     state: State = None,
     weights: Weights = None,
@@ -216,11 +219,11 @@ def explain(
     require_ending(path)
     trained = _one_client(run, client, state, weights, device, data, trust_config)
     try:
-        found = explain(trained, image, block)
+        found = explain(trained, image, block, label)
     finally:
         trained.opened.close()
     write(found, path)
-    emit({"picture": str(path), **found.to_json()}, as_json, f"picture: {path}")
+    emit({"picture": str(path), **found.to_json()}, as_json, f"{found.answer}\npicture: {path}")
 
 
 def export(

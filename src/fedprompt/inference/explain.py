@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from fedprompt.tensors import Tensors
 
 PLAIN_WORDS = "a photo of a"  # before class names, in place of learned words
 LAST, ROLLOUT = "last", "rollout"
+MOST_NAMED = 20  # classes in an error
+MOST_DRAWN = 1024  # pixels of the longer side of a picture that is drawn
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,12 @@ class Explanation:
     method: str
     image: str
     pixels: np.ndarray
-    """(S, S, 3) uint8, as the backbone sees them."""
+    """(H, W, 3) uint8, the part of the image that the backbone sees, at its own resolution."""
+    size: int
+    """Side of the square that the backbone sees, in pixels."""
     class_names: tuple[str, ...]
+    label: int | None
+    """The number of the right class, where it is known."""
     where: str
     """Which attention: "block 11 of 0..11", "rollout ..."."""
     changes: str
@@ -99,6 +106,15 @@ class Explanation:
         mean: np.ndarray = self.draws.mean(0)
         return mean
 
+    @property
+    def answer(self) -> str:
+        """`Predicted: mug, 87.3 %. Right.`"""
+        first = int(self.probabilities.argmax())
+        text = f"Predicted: {self.class_names[first]}, {100 * self.probabilities[first]:.1f} %."
+        if self.label is None:
+            return text
+        return f"{text} Right." if first == self.label else f"{text} Wrong: it is {self.class_names[self.label]}."
+
     def top(self, count: int) -> list[int]:
         """The likeliest classes with prompts, and the likeliest without."""
         order = np.argsort(-self.probabilities, kind="stable")[:count].tolist()
@@ -117,6 +133,9 @@ class Explanation:
             "client": self.client,
             "method": self.method,
             "image": self.image,
+            "predicted": self.class_names[int(self.probabilities.argmax())],
+            "label": None if self.label is None else self.class_names[self.label],
+            "right": None if self.label is None else int(self.probabilities.argmax()) == self.label,
             "attention": {
                 "where": self.where,
                 "prompt_tokens": self.tokens,
@@ -149,9 +168,12 @@ class Explanation:
         }
 
 
-def explain(client: TrainedClient, picture: Picture, block: str | int = LAST) -> Explanation:
-    """What the client's prompts change for a picture. `block`: a number (from 0, after the stem), "last" or "rollout"."""
-    number = _block(block, client.backbone.depth)
+def explain(client: TrainedClient, picture: Picture, block: str | int = LAST, label: str | None = None) -> Explanation:
+    """What the client's prompts change for a picture. `block`: a number (from 0, after the stem), "last" or "rollout".
+
+    `label` is the right class; when not given, the folder of an image file counts if it has the name of a class.
+    """
+    number, right = _block(block, client.backbone.depth), _label(label, picture, client.world.class_names)
     pixels = client.pixels([picture])
     backbone, world = client.backbone, client.world
     images = client.images(pixels)
@@ -176,8 +198,10 @@ def explain(client: TrainedClient, picture: Picture, block: str | int = LAST) ->
         client=client.name,
         method=client.config.label,
         image=str(picture) if not isinstance(picture, np.ndarray) else "array",
-        pixels=pixels[0],
+        pixels=client.own_pixels(picture, MOST_DRAWN),
+        size=pixels.shape[1],
         class_names=world.class_names,
+        label=right,
         where=where,
         changes=describe(watched, client),
         in_images=watched.in_images,
@@ -207,7 +231,7 @@ def describe(watched: Watched, client: TrainedClient) -> str:
         blocks = sorted({int(name.split(".")[1]) for name in given.weights})
         changes.append(f"weights of the image tower are changed in {_listed(blocks)}; there are no prompt tokens")
     if not changes:
-        changes.append("the image tower is unchanged, so both maps are equal")
+        changes.append("the image tower is unchanged, so there is one map")
     if given.text:
         words = {context.tokens.shape[-2] for context in given.text.values()}
         changes.append(
@@ -248,6 +272,18 @@ def _block(block: str | int, depth: int) -> int | None:
     if not (text.isascii() and text.isdecimal() and int(text) < depth):
         raise ConfigError(broken("--block", f"be {LAST}, {ROLLOUT} or a number in 0..{depth - 1}", block))
     return int(text)
+
+
+def _label(label: str | None, picture: Picture, class_names: Sequence[str]) -> int | None:
+    """The number of the right class, if it is known."""
+    known = [name.casefold() for name in class_names]
+    if label is None:
+        folder = Path(picture).resolve().parent.name.casefold() if isinstance(picture, str | Path) else None
+        return known.index(folder) if folder in known else None
+    if label.casefold() not in known:
+        shown = ", ".join(class_names[:MOST_NAMED]) + (", ..." if len(class_names) > MOST_NAMED else "")
+        raise ConfigError(broken("--label", f"be a class of the run ({shown})", label))
+    return known.index(label.casefold())
 
 
 def _look(attention: Attention, block: int | None, stem: int) -> AttentionView:

@@ -20,6 +20,8 @@ ENDINGS = (".png", ".svg", ".html")
 CLASSES = 5  # shown, the likeliest first
 PARTS = 8  # of a mixture that are shown
 LONGEST_NAME = 26  # characters of a class or part that fit beside a bar
+OVERLAY = 0.6  # of a map over the image
+EVEN = 0.01  # a map whose values differ by less than this part of an even share has one colour
 WITH, WITHOUT = colour(0), colour(5)
 KINDS = {"patches": "patches", "cls": "CLS itself", "extra": "extra tokens", "prompts": "prompts"}
 SHADES = {"patches": colour(4), "cls": "#c9ced6", "extra": colour(3), "prompts": colour(1)}
@@ -50,14 +52,10 @@ def require_ending(path: Path) -> None:
 def draw(explanation: Explanation) -> Figure:
     """Top: the image and attention of CLS; bottom: shares of attention, classes and the mixture."""
     with plot_style():
-        figure = new_figure(12.4, 7.4)
-        figure.suptitle(
-            f"{_short(explanation.client, 40)} · {_short(explanation.method, 40)} · {_short(explanation.run, 60)}",
-            x=0.01,
-            ha="left",
-            fontsize=14,
-            fontweight="bold",
-        )
+        figure = new_figure(12.4, 7.7)
+        names = (_short(explanation.client, 40), _short(explanation.method, 40), _short(explanation.run, 60))
+        title = f"{textwrap.shorten(explanation.answer, 110)}\n{' · '.join(names)}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
         halves = figure.add_gridspec(2, 1, height_ratios=(1.05, 1))
         above, below = halves[0], halves[1]
         _draw_images(figure, above, explanation)
@@ -82,6 +80,9 @@ def _draw_images(figure: Figure, half: SubplotSpec, explanation: Explanation) ->
     axes = [figure.add_subplot(columns[place]) for place in range(4 if explanation.in_images else 2)]
     _show_image(axes[0], explanation.pixels)
     axes[0].set_title("Image")
+    height, width, _ = explanation.pixels.shape
+    size = explanation.size
+    axes[0].set_xlabel(f"{width} × {height} pixels\nthe backbone sees {size} × {size}", fontsize=9)
     plain, prompted = explanation.plain.patches, explanation.prompted.patches
     most = float(max(plain.max(), prompted.max()))
     if not explanation.in_images:
@@ -100,17 +101,26 @@ def _draw_images(figure: Figure, half: SubplotSpec, explanation: Explanation) ->
     far = max(float(np.abs(difference).max()), 1e-9)
     _show_image(axes[3], explanation.pixels, grey=True)
     shown = axes[3].imshow(
-        difference, cmap="PuOr_r", vmin=-far, vmax=far, alpha=0.8, extent=_extent(explanation.pixels)
+        difference, cmap="PuOr_r", vmin=-far, vmax=far, alpha=OVERLAY, extent=_extent(explanation.pixels)
     )
     axes[3].set_title("Difference")
+    axes[3].set_xlabel(_one_colour(difference / 100), fontsize=9)
     figure.colorbar(shown, ax=axes[3], shrink=0.75, label="percentage points", format="%+.3g")
 
 
 def _draw_map(axes: Axes, explanation: Explanation, patches: np.ndarray, title: str, most: float) -> Any:
     _show_image(axes, explanation.pixels, grey=True)
-    drawn = axes.imshow(patches, cmap="viridis", vmin=0, vmax=most, alpha=0.75, extent=_extent(explanation.pixels))
+    drawn = axes.imshow(patches, cmap="viridis", vmin=0, vmax=most, alpha=OVERLAY, extent=_extent(explanation.pixels))
     axes.set_title(title)
+    axes.set_xlabel(_one_colour(patches), fontsize=9)
     return drawn
+
+
+def _one_colour(values: np.ndarray) -> str:
+    """What a map without contrast says, in words; empty for all others."""
+    if np.ptp(values) > EVEN / values.size:
+        return ""
+    return f"one colour: {_percent(float(values.mean().round(6)) + 0.0, 0)} everywhere"
 
 
 def _show_image(axes: Axes, pixels: np.ndarray, grey: bool = False) -> None:
@@ -282,6 +292,7 @@ th, td {{ padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--grid); te
 th[scope=row] {{ text-align: left; font-weight: normal }}
 </style></head><body>
 <h1>{safe(title)}</h1>
+<p><strong>{safe(explanation.answer)}</strong></p>
 <p>Run {safe(explanation.run)}, image {safe(explanation.image)}. {safe(_sentence(explanation.changes))}</p>
 <figure role="img" aria-label="The image, attention of CLS with and without prompts, and the numbers of the tables">{drawing}</figure>
 <table><caption>Classes</caption>{both}{classes}</table>

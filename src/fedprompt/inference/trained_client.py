@@ -20,7 +20,7 @@ from fedprompt.backbones.vit import ViT
 from fedprompt.client.step import forward, make_batch
 from fedprompt.config import Config
 from fedprompt.core.method import Batch, Method, Seen, World
-from fedprompt.data.cache.pixel_store import resized
+from fedprompt.data.cache.pixel_store import resized, seen_part
 from fedprompt.data.sources.base import Source, decode, to_rgb
 from fedprompt.errors import DataError, DivergenceError, broken
 from fedprompt.features.image_bank import Images
@@ -161,6 +161,14 @@ class TrainedClient:
         size, resize = self.backbone.shape.image_size, self.config.data.resize
         found = [resized(_decoded(picture), size, resize) for picture in pictures]
         return np.stack(found) if found else np.empty((0, size, size, 3), dtype=np.uint8)
+
+    def own_pixels(self, picture: Picture, most: int) -> np.ndarray:
+        """The part of a picture that the backbone sees, (H, W, 3) uint8 at its own resolution or `most` pixels."""
+        image = _decoded(picture)
+        left, top, right, bottom = seen_part(image, self.config.data.resize)
+        whole = image.crop((round(left), round(top), round(right), round(bottom))).convert("RGB")
+        whole.thumbnail((most, most))
+        return np.asarray(whole, dtype=np.uint8)
 
     def images(self, pixels: np.ndarray) -> Images:
         """Pixels in the form that `client.step` needs: features of any name and tokens of any block."""

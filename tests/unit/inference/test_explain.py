@@ -156,3 +156,52 @@ class TestDrawing:
         (tmp_path / "file").write_text("")
         with pytest.raises(StorageError, match="cannot write"):
             write(found, tmp_path / "file" / "picture.png")
+
+
+def test_the_picture_has_its_own_resolution_and_the_part_that_the_backbone_sees(
+    client: TrainedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8))
+    found = explain(client, wide)
+    assert (found.pixels.shape, found.size) == ((60, 90, 3), client.backbone.shape.image_size)
+    assert (found.pixels == np.asarray(wide)).all()
+    panel = draw(found).axes[0]
+    assert panel.get_images()[0].get_array().shape == (60, 90, 3)  # type: ignore[union-attr]
+    assert "90 × 60 pixels" in panel.get_xlabel()
+    cropped = client.config.data.model_copy(update={"resize": "crop"})
+    monkeypatch.setattr(TrainedClient, "config", client.config.model_copy(update={"data": cropped}))
+    assert (client.own_pixels(wide, 1000) == np.asarray(wide)[:, 15:75]).all()
+    assert client.own_pixels(wide, 30).shape == (30, 30, 3)
+
+
+def test_the_answer_is_right_or_wrong_where_the_label_is_known(client: TrainedClient, picture: Image.Image) -> None:
+    unknown = explain(client, picture)
+    names = unknown.class_names
+    first, last = (int(number) for number in np.argsort(-unknown.probabilities)[[0, -1]])
+    chance = f"Predicted: {names[first]}, {100 * unknown.probabilities[first]:.1f} %."
+    assert unknown.answer == chance
+    right, wrong = (explain(client, picture, label=names[number].upper()) for number in (first, last))
+    assert right.answer == f"{chance} Right."
+    assert wrong.answer == f"{chance} Wrong: it is {names[last]}."
+    assert [found.to_json()["right"] for found in (unknown, right, wrong)] == [None, True, False]
+    assert wrong.answer in page(wrong, "")
+    with pytest.raises(ConfigError, match="--label must be a class of the run"):
+        explain(client, picture, label="nothing")
+
+
+def test_the_folder_of_an_image_is_its_label_if_it_has_the_name_of_a_class(
+    client: TrainedClient, picture: Image.Image, tmp_path: Path
+) -> None:
+    name = client.world.class_names[1]
+    for folder, label in ((name, 1), ("elsewhere", None)):
+        (tmp_path / folder).mkdir()
+        picture.save(tmp_path / folder / "x.png")
+        assert explain(client, tmp_path / folder / "x.png").label == label
+
+
+def test_a_map_of_one_colour_says_so(client: TrainedClient, picture: Image.Image) -> None:
+    found = explain(client, picture)
+    even = dataclasses.replace(found.plain, patches=np.full_like(found.plain.patches, 1 / found.plain.patches.size))
+    labels = [axes.get_xlabel() for axes in draw(dataclasses.replace(found, plain=even, prompted=even)).axes[1:4]]
+    share = f"{100 / even.patches.size:.3g} %"
+    assert labels == [f"one colour: {share} everywhere"] * 2 + ["one colour: 0 % everywhere"]

@@ -130,3 +130,14 @@ def test_one_client_and_one_round_make_a_page(write):
 def test_a_run_that_was_not_evaluated_has_no_scale(write):
     assert heatmaps.accuracy_range([heatmaps.client_accuracies(write("a", []))]) is None
     plot_style.png(heatmaps.client_heatmap(write("b", [])), dpi=20)
+
+
+def test_a_map_of_one_colour_says_so(write):
+    part = clients_by_round(arrange([write("a", [[7, 7], [7, 7]]), write("b", [[7, 6]], seed=1)]))
+    captions = [picture.caption for picture in (*part.pictures, *part.more)]
+    assert [caption.endswith("The map has one colour: every cell is 70.00 %.") for caption in captions] == [True, False]
+
+
+def test_a_partition_of_one_colour_says_so():
+    even = heatmaps.Partition(np.full((2, 3), 4), ["a", "b"], ["x", "y", "z"], np.array([12, 12]))
+    assert even.caption.endswith("3 classes, 12 images each. The map has one colour: every cell holds 4 images.")

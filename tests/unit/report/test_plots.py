@@ -115,3 +115,11 @@ def test_colours_and_markers_do_not_repeat_together_for_forty_methods():
 
 def test_equal_runs_give_equal_svg(runs):
     assert plot_style.svg(plots.learning_curves(runs), "x") == plot_style.svg(plots.learning_curves(runs), "x")
+
+
+def test_where_nothing_is_sent_the_only_tick_is_zero_bytes(write):
+    runs = [write("a", [[9]]), write("b", [[8]], seed=1)]
+    figure = plots.bytes_against_accuracy(runs)
+    plots.scale_bytes(figure.axes[0], [0.0, 0.0])
+    axis = figure.axes[0].xaxis
+    assert [axis.get_major_formatter()(tick) for tick in axis.get_majorticklocs()] == ["0 B"]

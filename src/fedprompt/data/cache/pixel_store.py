@@ -110,15 +110,19 @@ class ImageStore:
 
 def resized(image: Image.Image, size: int, resize: str) -> np.ndarray:
     """A square of uint8: `squash` ignores the aspect ratio; `crop` scales the shorter side and takes the centre."""
-    width, height = image.size
-    box = None
-    if resize == "crop":
-        side = min(width, height)
-        left, top = (width - side) / 2, (height - side) / 2
-        box = (left, top, left + side, top + side)
     if image.size != (size, size):
-        image = image.resize((size, size), Image.Resampling.BICUBIC, box=box)
+        image = image.resize((size, size), Image.Resampling.BICUBIC, box=seen_part(image, resize))
     return np.asarray(image.convert("RGB"), dtype=np.uint8)
+
+
+def seen_part(image: Image.Image, resize: str) -> tuple[float, float, float, float]:
+    """What of an image becomes the square: left, top, right and bottom in its pixels."""
+    width, height = image.size
+    if resize != "crop":
+        return 0, 0, width, height
+    side = min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
 
 
 def normalise(
