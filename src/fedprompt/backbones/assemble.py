@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.backbones.position_embedding import chosen_size, interpolate
+from fedprompt.backbones.rotary import rotation
 from fedprompt.backbones.shape import ViTShape, tensor_shapes
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import BackboneConfig
@@ -27,12 +28,16 @@ def assemble(tensors: Mapping[str, Tensor], native: ViTShape, mean: Triple, std:
     tensors = {name: tensor.to(working) for name, tensor in tensors.items()}
     weights = {name: tensor for name, tensor in tensors.items() if name not in _LEADING}
     weights["lead"], weights["position"] = _leading(tensors, native)
+    if native.rope_base is not None:
+        weights["rotation"] = rotation(native)
     check_tensors(weights, tensor_shapes(native))
     if config.stem >= native.depth:
         raise BackboneError(broken("backbone.stem", f"be below the {native.depth} blocks of the backbone", config.stem))
     size = chosen_size(config.image_size, native.image_size, native.patch)
     shape = dataclasses.replace(native, image_size=size)
     weights["position"] = interpolate(weights["position"], shape.grid, antialias="registers" in tensors)
+    if shape.rope_base is not None:
+        weights["rotation"] = rotation(shape)
     device, dtype = _device(config.device), getattr(torch, config.dtype)
     weights = {name: tensor.detach().to(device, dtype).contiguous() for name, tensor in weights.items()}
     return ViT(config.name, shape, mean, std, weights, native_image_size=native.image_size, stem=config.stem)
