@@ -22,8 +22,15 @@ Triple = tuple[float, float, float]
 _HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1536: 24}
 
 
-def assemble(tensors: Mapping[str, Tensor], native: ViTShape, mean: Triple, std: Triple, config: BackboneConfig) -> ViT:
-    """Check every tensor, interpolate positions, move to device and precision, freeze."""
+def assemble(
+    tensors: Mapping[str, Tensor],
+    native: ViTShape,
+    mean: Triple,
+    std: Triple,
+    config: BackboneConfig,
+    bilinear: bool = False,
+) -> ViT:
+    """Check every tensor, interpolate positions, move to device and precision, freeze. `bilinear` positions are SigLIP 2's."""
     working = torch.float64 if config.dtype == "float64" else torch.float32
     tensors = {name: tensor.to(working) for name, tensor in tensors.items()}
     weights = {name: tensor for name, tensor in tensors.items() if name not in _LEADING}
@@ -35,7 +42,8 @@ def assemble(tensors: Mapping[str, Tensor], native: ViTShape, mean: Triple, std:
         raise BackboneError(broken("backbone.stem", f"be below the {native.depth} blocks of the backbone", config.stem))
     size = chosen_size(config.image_size, native.image_size, native.patch)
     shape = dataclasses.replace(native, image_size=size)
-    weights["position"] = interpolate(weights["position"], shape.grid, antialias="registers" in tensors)
+    antialias = "registers" in tensors or bilinear
+    weights["position"] = interpolate(weights["position"], shape.grid, antialias, bilinear)
     if shape.rope_base is not None:
         weights["rotation"] = rotation(shape)
     device, dtype = _device(config.device), getattr(torch, config.dtype)
@@ -83,10 +91,12 @@ def infer_shape(tensors: Mapping[str, Tensor], norm_eps: float) -> ViTShape:
 
 def _leading(tensors: Mapping[str, Tensor], native: ViTShape) -> tuple[Tensor, Tensor]:
     """CLS and extra tokens with the positions they have, and the positions of the patches."""
-    missing = [name for name in ("cls", "positions") if name not in tensors]
+    missing = [name for name in ("cls", "positions")[not native.has_cls :] if name not in tensors]
     if missing:
         raise BackboneError(f"the weights must hold a CLS token and position embeddings, got no {missing[0]}")
     width = native.width
+    if not native.has_cls:
+        return tensors["positions"][:0], tensors["positions"]
     lead = torch.cat([tensors[name].reshape(-1, width) for name in _LEADING[:3] if name in tensors])
     positions = tensors["positions"].reshape(-1, width)
     own = _positioned(len(positions), native.extra_tokens)

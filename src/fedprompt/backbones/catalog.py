@@ -85,6 +85,7 @@ FAMILIES = {
     ),
     "clip": "fedprompt.backbones.clip",
     "dinov3_vit": "fedprompt.backbones.dinov3",
+    **dict.fromkeys(("siglip", "siglip2"), "fedprompt.backbones.siglip"),
 }
 
 

@@ -92,7 +92,7 @@ def join_clip(
     return joined(vision, tower, projections[1], scale)
 
 
-def joined(vision: ViT, text: TextTower, image_projection: Projection, scale: float) -> DualEncoder:
+def joined(vision: ViT, text: TextTower, image_projection: Projection, scale: float, bias: float = 0.0) -> DualEncoder:
     return DualEncoder(
         vision.name,
         vision.shape,
@@ -104,6 +104,7 @@ def joined(vision: ViT, text: TextTower, image_projection: Projection, scale: fl
         text=text,
         image_projection=image_projection,
         scale=scale,
+        bias=bias,
     )
 
 

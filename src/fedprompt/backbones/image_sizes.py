@@ -7,6 +7,7 @@ need this, so it imports torch only where it reads a weight file.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from fedprompt.backbones.catalog import NAMED
@@ -58,7 +59,8 @@ def _of_folder(folder: Path) -> tuple[int, int] | None:
     try:
         values = read_json(folder / "config.json")
         values = values.get("vision_config", values)
-        patch, side = values["patch_size"], values["image_size"]
+        patch = values["patch_size"]
+        side = values["image_size"] if "num_patches" not in values else patch * math.isqrt(values["num_patches"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     whole = type(patch) is int and type(side) is int and 0 < patch <= side

@@ -81,6 +81,8 @@ class World:
     """The patch tokens (L, d) that enter each block for a blank image, mean over patches; zeros when absent."""
     epochs: int = 1
     """E, local epochs of a round."""
+    has_cls: bool = True
+    """Row 0 of an image is a CLS token. Without one, all T rows are patches (SigLIP)."""
 
     def initial_prompt(self, kind: PromptStart, blocks: Sequence[int], tokens: int, generator: Stream) -> Tensor:
         """Initial prompts (len(blocks), tokens, d) of the listed blocks."""
