@@ -46,7 +46,7 @@ def assemble(
     weights["position"] = interpolate(weights["position"], shape.grid, antialias, bilinear)
     if shape.rope_base is not None:
         weights["rotation"] = rotation(shape)
-    device, dtype = _device(config.device), getattr(torch, config.dtype)
+    device, dtype = compute_device(config.device), getattr(torch, config.dtype)
     weights = {name: tensor.detach().to(device, dtype).contiguous() for name, tensor in weights.items()}
     return ViT(config.name, shape, mean, std, weights, native_image_size=native.image_size, stem=config.stem)
 
@@ -136,7 +136,8 @@ def check_tensors(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[in
             )
 
 
-def _device(name: str) -> torch.device:
+def compute_device(name: str) -> torch.device:
+    """The device of that name, if this torch can use it."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, ValueError) as error:

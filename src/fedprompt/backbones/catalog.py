@@ -86,6 +86,7 @@ FAMILIES = {
     "clip": "fedprompt.backbones.clip",
     "dinov3_vit": "fedprompt.backbones.dinov3",
     **dict.fromkeys(("siglip", "siglip2"), "fedprompt.backbones.siglip"),
+    "open_clip": "fedprompt.backbones.open_clip",  # which has an open_clip_config.json
 }
 
 

@@ -21,6 +21,7 @@ from fedprompt.backbones.vit import ViT
 from fedprompt.backbones.weight_files import read_folder
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, broken
+from fedprompt.io.bounded_read import read_json
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 _TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  # either is a whole tokenizer
@@ -92,8 +93,16 @@ def join_clip(
     return joined(vision, tower, projections[1], scale)
 
 
-def joined(vision: ViT, text: TextTower, image_projection: Projection, scale: float, bias: float = 0.0) -> DualEncoder:
-    return DualEncoder(
+def joined(
+    vision: ViT,
+    text: TextTower,
+    image_projection: Projection,
+    scale: float,
+    bias: float = 0.0,
+    kind: type[DualEncoder] = DualEncoder,
+) -> DualEncoder:
+    """A dual encoder (of a kind that computes that image tower) of two towers."""
+    return kind(
         vision.name,
         vision.shape,
         vision.mean,
@@ -126,6 +135,26 @@ def folder_tokenizer(folder: Path) -> tuple[Words, int, int]:
     if backend is None:
         raise BackboneError(f"{rule}: it must be one of the tokenizers library, got {type(tokenizer).__name__}")
     return Words(backend), int(start), int(end)
+
+
+def byte_pair_words(folder: Path) -> Words:
+    """CLIP's tokenizer in a folder that does not say whose it is."""
+    from transformers import CLIPTokenizer
+
+    try:
+        if (folder / "tokenizer.json").is_file():
+            return Words.from_file(folder / "tokenizer.json")
+        vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+        if vocabulary.is_file() and merges.is_file():
+            lines = [line.split() for line in merges.read_text("utf-8").splitlines()]
+            pairs = [(line[0], line[1]) for line in lines if len(line) == 2 and line[0] != "#version:"]
+            return Words(CLIPTokenizer(vocab=read_json(vocabulary, 2**24), merges=pairs).backend_tokenizer)
+    except Exception as error:  # the tokenizer library raises nothing more special
+        raise BackboneError(f"the tokenizer in {str(folder)!r} must be CLIP's: {error}") from error
+    raise BackboneError(
+        f"the backbone folder {str(folder)!r} must hold CLIP's tokenizer (tokenizer.json, or vocab.json and merges.txt), got "
+        "neither: copy it from any other CLIP"
+    )
 
 
 @cache

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fedprompt.backbones.catalog import FAMILIES
+from fedprompt.backbones.hub_download import OPEN_CLIP
 from fedprompt.backbones.shape import CHANNELS, Activation, ViTShape
+from fedprompt.backbones.weight_files import INDEX, WEIGHTS
 from fedprompt.errors import BackboneError, broken
 from fedprompt.io.bounded_read import read_json
 
@@ -23,13 +25,19 @@ def _check_labels(config: Any) -> None:
 
 
 def folder_kind(folder: Path) -> str:
-    """The family that reads a folder, by `model_type` in its config.json; an error where there is none."""
+    """The family that reads a folder, by `model_type` in its config.json; an error where there is none.
+
+    A folder may hold a model in both layouts; then that of `transformers` is read if its weights are there.
+    """
+    both = (folder / OPEN_CLIP).is_file()
     try:
         kind = read_json(folder / "config.json")["model_type"]
-        if kind in FAMILIES:
+        if kind in FAMILIES and (not both or any((folder / name).is_file() for name in (WEIGHTS, INDEX))):
             return str(kind)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # `folder_config` says what is wrong
+    if both:
+        return "open_clip"
     return str(folder_config(folder).model_type)
 
 

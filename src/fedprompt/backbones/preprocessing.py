@@ -20,7 +20,7 @@ def folder_preprocessing(folder: Path) -> tuple[Triple, Triple] | None:
         values = read_json(path)
         if not values.get("do_normalize", True) or "image_mean" not in values or "image_std" not in values:
             return None
-        mean, std = (_triple(values[key]) for key in ("image_mean", "image_std"))
+        mean, std = (triple(values[key]) for key in ("image_mean", "image_std"))
         factor = float(values.get("rescale_factor", 1 / 255))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BackboneError(
@@ -33,7 +33,8 @@ def folder_preprocessing(folder: Path) -> tuple[Triple, Triple] | None:
     return mean, std
 
 
-def _triple(values: Any) -> Triple:
+def triple(values: Any) -> Triple:
+    """Three numbers."""
     first, second, third = map(float, values)
     return first, second, third
 

@@ -27,6 +27,12 @@ class Words:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    @classmethod
+    def from_file(cls, path: Path) -> Words:
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_file(str(path)))
+
     def to_json(self) -> str:
         text: str = self._tokenizer.to_str()
         return text

@@ -181,7 +181,9 @@ def _tensors(backbone: ViT) -> dict[str, Tensor]:
 
 
 def _described(backbone: ViT) -> dict[str, Any] | None:
-    """Everything of a backbone except its tensors; None if its tokenizer cannot be stored."""
+    """Everything of a backbone except its tensors; None if it or its tokenizer cannot be stored."""
+    if type(backbone) not in (ViT, DualEncoder):
+        return None
     described = {
         "name": backbone.name,
         "shape": dataclasses.asdict(backbone.shape),
