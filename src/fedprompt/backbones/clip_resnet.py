@@ -29,14 +29,10 @@ from fedprompt.backbones.shape import CHANNELS, ViTShape
 from fedprompt.backbones.vit import READS, ViT
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, ConfigError, ContractError, broken
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import WITHOUT_BLOCKS, VisionPrompt
 
 BATCH_NORM_EPS = 1e-5
 REDUCTION = 32  # pixels along a side of one place of the map
-WITHOUT_BLOCKS = (
-    "backbone.name must be a vision transformer for a method that puts prompts into the image tower, reads its blocks or changes "
-    "its weights, got CLIP's ResNet"
-)
 
 
 @dataclass(frozen=True, eq=False)
