@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.backbones.position_embedding import chosen_size, interpolate
+from fedprompt.backbones.rotary import rotation
 from fedprompt.backbones.shape import ViTShape, tensor_shapes
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import BackboneConfig
@@ -21,19 +22,31 @@ Triple = tuple[float, float, float]
 _HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1536: 24}
 
 
-def assemble(tensors: Mapping[str, Tensor], native: ViTShape, mean: Triple, std: Triple, config: BackboneConfig) -> ViT:
-    """Check every tensor, interpolate positions, move to device and precision, freeze."""
+def assemble(
+    tensors: Mapping[str, Tensor],
+    native: ViTShape,
+    mean: Triple,
+    std: Triple,
+    config: BackboneConfig,
+    bilinear: bool = False,
+) -> ViT:
+    """Check every tensor, interpolate positions, move to device and precision, freeze. `bilinear` positions are SigLIP 2's."""
     working = torch.float64 if config.dtype == "float64" else torch.float32
     tensors = {name: tensor.to(working) for name, tensor in tensors.items()}
     weights = {name: tensor for name, tensor in tensors.items() if name not in _LEADING}
     weights["lead"], weights["position"] = _leading(tensors, native)
+    if native.rope_base is not None:
+        weights["rotation"] = rotation(native)
     check_tensors(weights, tensor_shapes(native))
     if config.stem >= native.depth:
         raise BackboneError(broken("backbone.stem", f"be below the {native.depth} blocks of the backbone", config.stem))
     size = chosen_size(config.image_size, native.image_size, native.patch)
     shape = dataclasses.replace(native, image_size=size)
-    weights["position"] = interpolate(weights["position"], shape.grid, antialias="registers" in tensors)
-    device, dtype = _device(config.device), getattr(torch, config.dtype)
+    antialias = "registers" in tensors or bilinear
+    weights["position"] = interpolate(weights["position"], shape.grid, antialias, bilinear)
+    if shape.rope_base is not None:
+        weights["rotation"] = rotation(shape)
+    device, dtype = compute_device(config.device), getattr(torch, config.dtype)
     weights = {name: tensor.detach().to(device, dtype).contiguous() for name, tensor in weights.items()}
     return ViT(config.name, shape, mean, std, weights, native_image_size=native.image_size, stem=config.stem)
 
@@ -78,10 +91,12 @@ def infer_shape(tensors: Mapping[str, Tensor], norm_eps: float) -> ViTShape:
 
 def _leading(tensors: Mapping[str, Tensor], native: ViTShape) -> tuple[Tensor, Tensor]:
     """CLS and extra tokens with the positions they have, and the positions of the patches."""
-    missing = [name for name in ("cls", "positions") if name not in tensors]
+    missing = [name for name in ("cls", "positions")[not native.has_cls :] if name not in tensors]
     if missing:
         raise BackboneError(f"the weights must hold a CLS token and position embeddings, got no {missing[0]}")
     width = native.width
+    if not native.has_cls:
+        return tensors["positions"][:0], tensors["positions"]
     lead = torch.cat([tensors[name].reshape(-1, width) for name in _LEADING[:3] if name in tensors])
     positions = tensors["positions"].reshape(-1, width)
     own = _positioned(len(positions), native.extra_tokens)
@@ -121,7 +136,8 @@ def check_tensors(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[in
             )
 
 
-def _device(name: str) -> torch.device:
+def compute_device(name: str) -> torch.device:
+    """The device of that name, if this torch can use it."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, ValueError) as error:

@@ -13,22 +13,29 @@ from torch import Tensor
 
 from fedprompt.backbones import layers
 from fedprompt.backbones.layers import Weights
+from fedprompt.backbones.rotary import Turns, joined, turned
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.modules.insertion import spread
 
-Block = Callable[[Weights, ViTShape, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
+Block = Callable[[Weights, ViTShape, Sequence[Tensor], Sequence[Tensor], Turns], list[Tensor]]
 
 
-def run_block(weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive: Sequence[Tensor]) -> list[Tensor]:
+def run_block(
+    weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive: Sequence[Tensor], turns: Turns = ()
+) -> list[Tensor]:
     """The live pieces (B, R, d) after the block with these weights. Passive ones may be shared by runs of samples
-    (`spread`).
+    (`spread`). `turns` belong to the live and then the passive pieces; there are none without rotary positions.
     """
-    passive = [rows for rows in passive if rows.shape[1]]
+    turns = turns or [None] * (len(live) + len(passive))
+    own = joined(turns[: len(live)], live)
+    some = [(rows, turn) for rows, turn in zip(passive, turns[len(live) :], strict=True) if rows.shape[1]]
+    passive, turns = [rows for rows, _ in some], [turn for _, turn in some]
     x = torch.cat(list(live), dim=1) if len(live) > 1 else live[0]
     rows = x.shape[1]
     total = rows + sum(piece.shape[1] for piece in passive)
     few = rows * ((shape.heads - 1) * total + shape.width) < shape.width * total  # by the products that each way costs
-    mixed = (_few_look if few else _many_look)(weights, shape, x, passive)
+    few = few and shape.rope_base is None  # turned keys have no common matrix
+    mixed = _few_look(weights, shape, x, passive) if few else _many_look(weights, shape, x, passive, own, turns)
     x = x + _scaled(weights, shape, "scale1", layers.linear(weights, "attention.out", mixed))
     hidden = layers.linear(weights, "mlp.in", layers.norm(weights, "norm2", x, shape.norm_eps))
     x = x + _scaled(weights, shape, "scale2", layers.linear(weights, "mlp.out", _activate(shape, hidden)))
@@ -36,31 +43,43 @@ def run_block(weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive
 
 
 @torch.no_grad()
-def cls_attention(weights: Weights, shape: ViTShape, pieces: Sequence[Tensor]) -> Tensor:
-    """The shares (B, pieces) of the attention of CLS, the first row of the first piece; means over the heads."""
+def cls_attention(weights: Weights, shape: ViTShape, pieces: Sequence[Tensor], turns: Turns = ()) -> Tensor:
+    """The shares (B, pieces) of the attention of CLS, the first row of the first piece; means over the heads. Without a CLS
+    row it is the attention of the image's own rows, the first piece. `turns` as in `run_block`.
+    """
     batch = len(pieces[0])
     rows = torch.cat([spread(piece, batch) for piece in pieces], dim=1)
+    own = joined(turns, pieces)
     normed = layers.norm(weights, "norm1", rows, shape.norm_eps)
+    asking = 1 if shape.has_cls else pieces[0].shape[1]
     to_query, to_key = weights["attention.in.weight"][: 2 * shape.width].chunk(2)
     query_bias, key_bias = weights["attention.in.bias"][: 2 * shape.width].chunk(2)
-    query = F.linear(normed[:, :1], to_query, query_bias).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+    query = F.linear(normed[:, :asking], to_query, query_bias).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
     key = F.linear(normed, to_key, key_bias).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+    query, key = turned(query, None if own is None else own[:, :asking]), turned(key, own)
     looks = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1).mean((1, 2))  # (B, rows)
     return torch.stack([look.sum(-1) for look in looks.split([piece.shape[1] for piece in pieces], dim=-1)], dim=-1)
 
 
-def _many_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[Tensor]) -> Tensor:
+def _many_look(
+    weights: Weights,
+    shape: ViTShape,
+    x: Tensor,
+    passive: Sequence[Tensor],
+    own: Tensor | None = None,
+    turns: Turns = (),
+) -> Tensor:
     """Attention (B, R, d) of the live rows. Passive rows get a key and a value, but no query."""
     weight, bias = weights["attention.in.weight"], weights["attention.in.bias"]
     normed = layers.norm(weights, "norm1", x, shape.norm_eps)
-    query, *pair = layers.split_heads(F.linear(normed, weight, bias), shape.heads, 3)
-    pairs = [pair]
-    for rows in passive:
+    query, key, value = layers.split_heads(F.linear(normed, weight, bias), shape.heads, 3)
+    pairs = [(turned(key, own), value)]
+    for rows, turn in zip(passive, turns or [None] * len(passive), strict=True):
         normed = layers.norm(weights, "norm1", rows, shape.norm_eps)
-        pair = list(layers.split_heads(F.linear(normed, weight[shape.width :], bias[shape.width :]), shape.heads, 2))
-        pairs.append([spread(part, len(x)) for part in pair])
+        key, value = layers.split_heads(F.linear(normed, weight[shape.width :], bias[shape.width :]), shape.heads, 2)
+        pairs.append((spread(turned(key, turn), len(x)), spread(value, len(x))))
     key, value = (torch.cat(parts, dim=2) if passive else parts[0] for parts in zip(*pairs, strict=True))
-    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    return F.scaled_dot_product_attention(turned(query, own), key, value).transpose(1, 2).flatten(2)
 
 
 def _few_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[Tensor]) -> Tensor:

@@ -90,8 +90,16 @@ B16 = Named(
 )
 NAMED = {named.name: named for named in (DINOV2_SMALL, MINI, B16, TINY, TINY_CLIP)}
 
-# families read through `transformers` configs, by `model_type`
-FAMILIES = ("vit", "deit", "dinov2", "dinov2_with_registers", "clip", "clip_vision_model")
+# what reads a model folder, by `model_type` in its config.json: a module with a function `from_folder`
+FAMILIES = {
+    **dict.fromkeys(
+        ("vit", "deit", "dinov2", "dinov2_with_registers", "clip_vision_model"), "fedprompt.backbones.image_tower"
+    ),
+    "clip": "fedprompt.backbones.clip",
+    "dinov3_vit": "fedprompt.backbones.dinov3",
+    **dict.fromkeys(("siglip", "siglip2"), "fedprompt.backbones.siglip"),
+    "open_clip": "fedprompt.backbones.open_clip",  # which has an open_clip_config.json
+}
 
 
 def catalog() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The text side of a CLIP checkpoint in the layout of `transformers`, and its tokenizer."""
+"""Model folders of type `clip` in the layout of `transformers`: both towers and the tokenizer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from fedprompt.backbones.assemble import check_tensors
+from fedprompt.backbones.assemble import assemble, check_tensors
 from fedprompt.backbones.dual_encoder import DualEncoder
-from fedprompt.backbones.key_mapping import fused, renamed
-from fedprompt.backbones.model_folder import MOST_BLOCKS, check_heads, number, whole
+from fedprompt.backbones.key_mapping import canonical, fused, renamed
+from fedprompt.backbones.model_folder import MOST_BLOCKS, check_heads, folder_config, folder_shape, number, whole
+from fedprompt.backbones.preprocessing import folder_preprocessing, preprocessing
 from fedprompt.backbones.projection import Projection
 from fedprompt.backbones.text_tower import CausalTower, TextShape, TextTower, text_tensor_shapes
 from fedprompt.backbones.tokenizer import Words
 from fedprompt.backbones.vit import ViT
+from fedprompt.backbones.weight_files import read_folder
+from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, broken
 from fedprompt.io.bounded_read import read_json
 
@@ -39,23 +42,16 @@ _IN_BLOCK = {
 }
 
 
-def is_clip(folder: Path) -> bool:
-    """Whether a model folder holds both towers of a CLIP."""
-    try:
-        values = read_json(folder / "config.json")
-    except (OSError, ValueError):
-        return False  # the reader of config.json reports its own errors
-    return isinstance(values, dict) and values.get("model_type") == "clip"
-
-
-def clip_from_folder(folder: Path, tensors: Mapping[str, Tensor], vision: ViT) -> DualEncoder:
-    """Both towers of a CLIP, given all its tensors and its vision tower."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).text_config
+def from_folder(folder: Path, settings: BackboneConfig) -> DualEncoder:
+    """Both towers of a folder."""
+    shape = folder_shape(folder)
+    own = preprocessing(settings, folder_preprocessing(folder))
+    tensors = read_folder(folder, settings.sha256)
+    vision = assemble(canonical(tensors), shape, *own, settings)
+    config = folder_config(folder).text_config
     if config.hidden_act not in ("gelu", "quick_gelu"):
         raise BackboneError(broken("hidden_act of the text tower", "be gelu or quick_gelu", config.hidden_act))
-    shape = TextShape(
+    text = TextShape(
         width=whole(config, "hidden_size"),
         depth=whole(config, "num_hidden_layers", most=MOST_BLOCKS),
         heads=whole(config, "num_attention_heads"),
@@ -65,8 +61,8 @@ def clip_from_folder(folder: Path, tensors: Mapping[str, Tensor], vision: ViT) -
         norm_eps=number(config, "layer_norm_eps"),
         activation=config.hidden_act,
     )
-    check_heads(shape.width, shape.heads)
-    return join_clip(tensors, shape, vision, *folder_tokenizer(folder))
+    check_heads(text.width, text.heads)
+    return join_clip(tensors, text, vision, *folder_tokenizer(folder))
 
 
 def join_clip(
@@ -97,8 +93,16 @@ def join_clip(
     return joined(vision, tower, projections[1], scale)
 
 
-def joined(vision: ViT, text: TextTower, image_projection: Projection, scale: float) -> DualEncoder:
-    return DualEncoder(
+def joined(
+    vision: ViT,
+    text: TextTower,
+    image_projection: Projection,
+    scale: float,
+    bias: float = 0.0,
+    kind: type[DualEncoder] = DualEncoder,
+) -> DualEncoder:
+    """A dual encoder (of a kind that computes that image tower) of two towers."""
+    return kind(
         vision.name,
         vision.shape,
         vision.mean,
@@ -109,6 +113,7 @@ def joined(vision: ViT, text: TextTower, image_projection: Projection, scale: fl
         text=text,
         image_projection=image_projection,
         scale=scale,
+        bias=bias,
     )
 
 
@@ -130,6 +135,26 @@ def folder_tokenizer(folder: Path) -> tuple[Words, int, int]:
     if backend is None:
         raise BackboneError(f"{rule}: it must be one of the tokenizers library, got {type(tokenizer).__name__}")
     return Words(backend), int(start), int(end)
+
+
+def byte_pair_words(folder: Path) -> Words:
+    """CLIP's tokenizer in a folder that does not say whose it is."""
+    from transformers import CLIPTokenizer
+
+    try:
+        if (folder / "tokenizer.json").is_file():
+            return Words.from_file(folder / "tokenizer.json")
+        vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+        if vocabulary.is_file() and merges.is_file():
+            lines = [line.split() for line in merges.read_text("utf-8").splitlines()]
+            pairs = [(line[0], line[1]) for line in lines if len(line) == 2 and line[0] != "#version:"]
+            return Words(CLIPTokenizer(vocab=read_json(vocabulary, 2**24), merges=pairs).backend_tokenizer)
+    except Exception as error:  # the tokenizer library raises nothing more special
+        raise BackboneError(f"the tokenizer in {str(folder)!r} must be CLIP's: {error}") from error
+    raise BackboneError(
+        f"the backbone folder {str(folder)!r} must hold CLIP's tokenizer (tokenizer.json, or vocab.json and merges.txt), got "
+        "neither: copy it from any other CLIP"
+    )
 
 
 @cache

@@ -1,7 +1,7 @@
 """An image tower and a text tower that map into one space.
 
 A `DualEncoder` is a vision transformer. In addition, its image features can be read as unit vectors of the shared
-space, into which its text tower maps class names. Logits are scale * <image, text>.
+space, into which its text tower maps class names. Logits are scale * <image, text> + bias.
 
 | read | shape | what |
 |---|---|---|
@@ -71,6 +71,8 @@ class DualEncoder(ViT):
     image_projection: Projection
     scale: float
     """Of the logits."""
+    bias: float = 0.0
+    """Added to the logits (SigLIP). It is the same for all classes, so it cancels in a softmax over them."""
 
     def __post_init__(self) -> None:
         width = self.shape.width
@@ -86,6 +88,8 @@ class DualEncoder(ViT):
             )
         if not 0 < self.scale < math.inf:
             raise BackboneError(broken(f"the logit scale of {self.name!r}", "be positive and finite", self.scale))
+        if not math.isfinite(self.bias):
+            raise BackboneError(broken(f"the logit bias of {self.name!r}", "be finite", self.bias))
 
     @property
     def features(self) -> int:
@@ -170,9 +174,11 @@ class DualEncoder(ViT):
                 return self.text.encode(self.text.words("").unsqueeze(0), bare)[0]
 
         width, room = self.text.shape.width, self.text.room(names)
-        return Language(width, self.features, self.scale, self.text.words, encode, room, encode_names)
+        return Language(width, self.features, self.scale, self.text.words, encode, room, encode_names, self.bias)
 
     def digest(self) -> str:
         sha = hashlib.sha256(f"{super().digest()} {self.text.digest()} {self.scale}".encode())
+        if self.bias:
+            sha.update(str(self.bias).encode())
         update_digest(sha, self.image_projection.weights)
         return sha.hexdigest()

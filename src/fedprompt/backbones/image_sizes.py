@@ -7,10 +7,13 @@ need this, so it imports torch only where it reads a weight file.
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 from fedprompt.backbones.catalog import NAMED
-from fedprompt.backbones.hub_download import hub_folder, is_hub_id
+from fedprompt.backbones.hub_download import OPEN_CLIP, hub_folder, is_hub_id
 from fedprompt.config import BackboneConfig, Config
 from fedprompt.config.registries import BACKBONES
 from fedprompt.errors import BackboneError
@@ -51,18 +54,35 @@ def own_sides(config: BackboneConfig) -> tuple[int, int] | None:
         return _of_folder(path)
     if path.suffix == ".safetensors":
         return _of_file(path)
-    return _of_folder(hub_folder(config.name, config.revision, ["config.json"])) if is_hub_id(config.name) else None
+    return (
+        _of_folder(hub_folder(config.name, config.revision, ["config.json", OPEN_CLIP]))
+        if is_hub_id(config.name)
+        else None
+    )
 
 
 def _of_folder(folder: Path) -> tuple[int, int] | None:
     try:
-        values = read_json(folder / "config.json")
-        values = values.get("vision_config", values)
-        patch, side = values["patch_size"], values["image_size"]
+        values = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        if "model_type" not in values and (folder / OPEN_CLIP).is_file():
+            patch, side = _of_open_clip(read_json(folder / OPEN_CLIP)["model_cfg"]["vision_cfg"])
+        else:
+            values = values.get("vision_config", values)
+            patch = values["patch_size"]
+            side = values["image_size"] if "num_patches" not in values else patch * math.isqrt(values["num_patches"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     whole = type(patch) is int and type(side) is int and 0 < patch <= side
     return (patch, side) if whole else None
+
+
+def _of_open_clip(values: dict[str, Any]) -> tuple[Any, Any]:
+    """A ResNet states no patch, and a ViT of timm only in its name."""
+    patch = 32 if isinstance(values.get("layers"), list) else values.get("patch_size", 16)
+    if "timm_model_name" in values:
+        named = re.search(r"_patch(\d+)", values["timm_model_name"])
+        patch = int(named[1]) if named else None
+    return patch, values.get("image_size", 224)
 
 
 def _of_file(path: Path) -> tuple[int, int] | None:

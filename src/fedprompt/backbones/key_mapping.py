@@ -51,7 +51,7 @@ def canonical(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename and fuse; `cls`, `distillation`, `registers` and `positions` stay apart until a resolution is chosen."""
     kept = {_WRAPPER.sub("", name): tensor for name, tensor in state.items()}
     kept = {name: tensor for name, tensor in kept.items() if not _IGNORED.match(name)}
-    return _with_zero_biases(fused(renamed(kept, _TOP, _IN_BLOCK, "a ViT, DeiT, DINO, DINOv2 or CLIP")))
+    return with_zero_biases(fused(renamed(kept, _TOP, _IN_BLOCK, "a ViT, DeiT, DINO, DINOv2 or CLIP")))
 
 
 def renamed(
@@ -96,7 +96,7 @@ def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _with_zero_biases(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_zero_biases(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Some checkpoints were trained without query, key and value biases or without one in the patch embedding."""
     result = dict(tensors)
     for name, tensor in tensors.items():

@@ -54,8 +54,10 @@ def precision(autocast: bool, device: torch.device) -> AbstractContextManager[ob
 
 
 def activate(kind: str, hidden: Tensor) -> Tensor:
-    """`gelu`, or CLIP's cheaper `quick_gelu`."""
-    return F.gelu(hidden) if kind == "gelu" else hidden * torch.sigmoid(1.702 * hidden)
+    """`gelu`, its approximation by tanh, or CLIP's cheaper `quick_gelu`."""
+    if kind == "quick_gelu":
+        return hidden * torch.sigmoid(1.702 * hidden)
+    return F.gelu(hidden, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none")
 
 
 def update_digest(sha: _Hash, weights: Weights) -> None:

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
 from fedprompt.assets import ASSETS, prepare
 from fedprompt.backbones.assemble import assemble, infer_shape
 from fedprompt.backbones.bridge import bridge_file, bridged
-from fedprompt.backbones.catalog import B16, DINOV2_SMALL, MINI, TINY, TINY_CLIP, Named, Triple
-from fedprompt.backbones.clip import clip_from_folder, is_clip
+from fedprompt.backbones.catalog import B16, DINOV2_SMALL, FAMILIES, MINI, TINY, TINY_CLIP, Named, Triple
 from fedprompt.backbones.hub_download import hub_folder, is_hub_id
 from fedprompt.backbones.key_mapping import canonical
-from fedprompt.backbones.model_folder import folder_preprocessing, folder_shape
+from fedprompt.backbones.model_folder import folder_kind
+from fedprompt.backbones.preprocessing import preprocessing
 from fedprompt.backbones.random_weights import TINY_CLIP_SHAPE, TINY_SHAPE, tiny_clip, tiny_vit
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import ViT
 from fedprompt.backbones.weight_cache import kept
-from fedprompt.backbones.weight_files import PICKLES, read_file, read_folder
+from fedprompt.backbones.weight_files import PICKLES, read_file
 from fedprompt.config import BackboneConfig
 from fedprompt.config.plugin_options import arguments
 from fedprompt.config.registries import BACKBONES
@@ -123,30 +124,6 @@ def _elsewhere(config: BackboneConfig, cache: Path) -> ViT:
     raise BackboneError(broken("backbone.name", choices, config.name) + did_you_mean(config.name, BACKBONES.names()))
 
 
-def preprocessing(config: BackboneConfig, own: tuple[Triple, Triple] | None) -> tuple[Triple, Triple]:
-    """Mean and standard deviation: the backbone's own, with which configured ones must agree, else the configured."""
-    mean, std = (
-        _agreed(f"backbone.{field}", given, own and own[index])
-        for index, (field, given) in enumerate((("mean", config.mean), ("std", config.std)))
-    )
-    if min(std) <= 0:
-        raise BackboneError(broken("backbone.std", "be positive", std))
-    return mean, std
-
-
-def _agreed(field: str, given: Triple | None, own: Triple | None) -> Triple:
-    if given is None and own is None:
-        raise BackboneError(
-            f"{field} must be given for weights that carry no preprocessing, got none "
-            "(often 0.5 0.5 0.5 for ViT, ImageNet's for DeiT and DINO; a wrong guess costs accuracy silently)"
-        )
-    if given is not None and own is not None and any(abs(a - b) > 1e-4 for a, b in zip(given, own, strict=True)):
-        raise BackboneError(f"{field} must be the backbone's own {own}, got {given}")
-    result = own if own is not None else given
-    assert result is not None
-    return result
-
-
 def _files(folder: Path) -> list[Path]:
     """The files of a model folder with its weights, architecture, preprocessing or tokenizer."""
     return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json", ".txt"))
@@ -190,12 +167,10 @@ def _file(path: Path, config: BackboneConfig, own: tuple[Triple, Triple] | None)
 
 
 def _folder(folder: Path, config: BackboneConfig) -> ViT:
-    shape = folder_shape(folder)  # first, so that a model of another type is called that and not a list of odd tensors
-    mean, std = preprocessing(config, folder_preprocessing(folder))
-    tensors = read_folder(folder, config.sha256)
+    family = import_module(FAMILIES[folder_kind(folder)])
     with _must_fit(folder):
-        vision = assemble(canonical(tensors), shape, mean, std, config)
-        return clip_from_folder(folder, tensors, vision) if is_clip(folder) else vision
+        built: ViT = family.from_folder(folder, config)
+        return built
 
 
 @contextmanager

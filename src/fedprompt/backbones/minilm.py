@@ -37,19 +37,26 @@ _IN_BLOCK = {
 def minilm(
     tensors: Mapping[str, Tensor], tokenizer: Path, projection: Projection, device: torch.device, dtype: torch.dtype
 ) -> BidirectionalTower:
-    """The tower of a checkpoint and a `tokenizer.json`. Sentences are of the first kind only, so that kind is added to
-    the positions.
-    """
-    from tokenizers import Tokenizer
-
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("position_ids")}
-    kept = {name: tensor for name, tensor in kept.items() if not name.startswith("pooler.")}
-    named = fused(renamed(kept, _TOP, _IN_BLOCK, "all-MiniLM-L6-v2"))
-    named["position.weight"] = named["position.weight"] + named.pop("kind.weight")[0]
+    """The tower of a checkpoint and a `tokenizer.json`."""
+    named = bert_weights(tensors, "all-MiniLM-L6-v2")
     check_tensors(named, text_tensor_shapes(SHAPE, outer_norm="embedding_norm"))
     weights = {name: tensor.detach().to(device, dtype).contiguous() for name, tensor in named.items()}
-    words = Words(Tokenizer.from_file(str(tokenizer)))
+    words = Words.from_file(tokenizer)
     start, end = words.number(START), words.number(END)
     if start is None or end is None:
         raise BackboneError(f"{str(tokenizer)!r} must know the tokens {START} and {END}")
     return BidirectionalTower(SHAPE, weights, words, start, end, projection)
+
+
+def bert_weights(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """The tensors of a BERT by our names. Sentences are of the first of two kinds, which is added to the positions."""
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("position_ids")}
+    kept = {name: tensor for name, tensor in kept.items() if not name.startswith("pooler.")}
+    named = fused(renamed(kept, _TOP, _IN_BLOCK, family))
+    missing = [name for name in ("token.weight", "position.weight", "kind.weight") if name not in named]
+    if missing or len(named["kind.weight"]) != 2:  # RoBERTa has one kind, and counts positions from 2
+        raise BackboneError(
+            f"the weights must be those of {family}, with embeddings of tokens, positions and two kinds"
+        )
+    named["position.weight"] = named["position.weight"] + named.pop("kind.weight")[0]
+    return named

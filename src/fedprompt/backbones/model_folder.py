@@ -1,18 +1,19 @@
-"""A `transformers` model folder: architecture and preprocessing, read from the JSON files beside the weights."""
+"""The config.json of a `transformers` model folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
-from fedprompt.backbones.catalog import FAMILIES, Triple
-from fedprompt.backbones.shape import CHANNELS, ViTShape
+from fedprompt.backbones.catalog import FAMILIES
+from fedprompt.backbones.hub_download import OPEN_CLIP
+from fedprompt.backbones.shape import CHANNELS, Activation, ViTShape
+from fedprompt.backbones.weight_files import INDEX, WEIGHTS
 from fedprompt.errors import BackboneError, broken
 from fedprompt.io.bounded_read import read_json
 
 MOST_BLOCKS = 1000
 MOST_LABELS = 100_000
-_ACTIVATIONS: dict[str, Literal["gelu", "quick_gelu"]] = {"gelu": "gelu", "quick_gelu": "quick_gelu"}
 
 
 def _check_labels(config: Any) -> None:
@@ -23,8 +24,25 @@ def _check_labels(config: Any) -> None:
         _check_labels(value)
 
 
-def folder_shape(folder: Path) -> ViTShape:
-    """The architecture at its trained resolution, from config.json; of a CLIP, that of its vision tower."""
+def folder_kind(folder: Path) -> str:
+    """The family that reads a folder, by `model_type` in its config.json; an error where there is none.
+
+    A folder may hold a model in both layouts; then that of `transformers` is read if its weights are there.
+    """
+    both = (folder / OPEN_CLIP).is_file()
+    try:
+        kind = read_json(folder / "config.json")["model_type"]
+        if kind in FAMILIES and (not both or any((folder / name).is_file() for name in (WEIGHTS, INDEX))):
+            return str(kind)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # `folder_config` says what is wrong
+    if both:
+        return "open_clip"
+    return str(folder_config(folder).model_type)
+
+
+def folder_config(folder: Path) -> Any:
+    """config.json as `transformers` completes it. Of a family that is read here."""
     from transformers import AutoConfig  # takes seconds to import, and the other ways do not need it
 
     try:
@@ -40,13 +58,17 @@ def folder_shape(folder: Path) -> ViTShape:
                 f"model_type in {str(folder / 'config.json')!r}", f"be one of {', '.join(FAMILIES)}", config.model_type
             )
         )
+    return config
+
+
+def folder_shape(folder: Path) -> ViTShape:
+    """The architecture at its trained resolution of a ViT, DeiT, DINO or DINOv2; of a CLIP, that of its vision tower."""
+    config = folder_config(folder)
     config = config.vision_config if config.model_type == "clip" else config
-    if config.hidden_act not in _ACTIVATIONS:
-        raise BackboneError(broken("hidden_act", f"be one of {', '.join(_ACTIVATIONS)}", config.hidden_act))
-    if config.num_channels != CHANNELS:
-        raise BackboneError(broken("num_channels", f"be {CHANNELS}", config.num_channels))
     dinov2 = config.model_type.startswith("dinov2")
     gated = bool(dinov2 and config.use_swiglu_ffn)
+    acted = activation(config)
+    check_channels(config)
     width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
     check_heads(width, heads)
     hidden = int(width * number(config, "mlp_ratio")) if dinov2 else whole(config, "intermediate_size")
@@ -57,49 +79,35 @@ def folder_shape(folder: Path) -> ViTShape:
         depth=whole(config, "num_hidden_layers", most=MOST_BLOCKS),
         heads=heads,
         mlp_width=hidden,
-        patch=_side(config.patch_size, "patch_size"),
-        image_size=_side(config.image_size, "image_size"),
+        patch=side(config.patch_size, "patch_size"),
+        image_size=side(config.image_size, "image_size"),
         extra_tokens=_extra_tokens(config),
         norm_eps=number(config, "layer_norm_eps"),
-        activation=_ACTIVATIONS[config.hidden_act],
+        activation=acted,
         layer_scale=dinov2,
         ln_pre=config.model_type == "clip_vision_model",
         mlp="swiglu" if gated else "plain",
     )
 
 
-def folder_preprocessing(folder: Path) -> tuple[Triple, Triple] | None:
-    """Mean and standard deviation from preprocessor_config.json; None when the config has to say them."""
-    path = folder / "preprocessor_config.json"
-    if not path.is_file():
-        return None
-    try:
-        values = read_json(path)
-        if not values.get("do_normalize", True) or "image_mean" not in values or "image_std" not in values:
-            return None
-        mean, std = (_triple(values[key]) for key in ("image_mean", "image_std"))
-        factor = float(values.get("rescale_factor", 1 / 255))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise BackboneError(
-            f"{str(path)!r} must state image_mean and image_std as three numbers each: {error}"
-        ) from error
-    if abs(factor * 255 - 1) > 1e-3:
-        raise BackboneError(
-            broken(f"rescale_factor in {str(path)!r}", "be 1/255, the only scaling fedprompt does", factor)
-        )
-    return mean, std
+def activation(config: Any) -> Activation:
+    """The activation function of config.json."""
+    given: Activation = config.hidden_act
+    if given not in (known := get_args(Activation)):
+        raise BackboneError(broken("hidden_act", f"be one of {', '.join(known)}", given))
+    return given
 
 
-def _triple(values: Any) -> Triple:
-    first, second, third = map(float, values)
-    return first, second, third
+def check_channels(config: Any) -> None:
+    if config.num_channels != CHANNELS:
+        raise BackboneError(broken("num_channels", f"be {CHANNELS}", config.num_channels))
 
 
-def whole(config: Any, name: str, most: int = 2**20) -> int:
+def whole(config: Any, name: str, most: int = 2**20, least: int = 1) -> int:
     """A size in config.json, limited until the weights confirm it."""
     value = getattr(config, name, None)
-    if type(value) is not int or not 1 <= value <= most:
-        raise BackboneError(broken(f"{name} in config.json", f"be a whole number in 1..{most}", value))
+    if type(value) is not int or not least <= value <= most:
+        raise BackboneError(broken(f"{name} in config.json", f"be a whole number in {least}..{most}", value))
     return value
 
 
@@ -122,7 +130,8 @@ def _extra_tokens(config: Any) -> int:
     return whole(config, "num_register_tokens") if config.model_type == "dinov2_with_registers" else 0
 
 
-def _side(value: Any, name: str) -> int:
+def side(value: Any, name: str) -> int:
+    """The side of a square, given once or twice."""
     sides = list(value) if isinstance(value, list | tuple) else [value]
     if not sides or any(type(side) is not int or side != sides[0] or not 1 <= side <= 2**16 for side in sides):
         raise BackboneError(broken(name, "be one side in pixels, or two equal ones", value))

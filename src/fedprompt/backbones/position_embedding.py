@@ -19,16 +19,18 @@ def chosen_size(image_size: int | None, native: int, patch: int) -> int:
     return size
 
 
-def interpolate(positions: Tensor, grid: int, antialias: bool) -> Tensor:
-    """Resample (M, d) patch positions bicubically to (grid * grid, d); untouched at their own grid.
+def interpolate(positions: Tensor, grid: int, antialias: bool, bilinear: bool = False) -> Tensor:
+    """Resample (M, d) patch positions bicubically (or linearly) to (grid * grid, d); untouched at their own grid.
 
     Always in float32, as `transformers` does: bicubic weights in half precision shift the embeddings. `antialias`
-    differs by family (`transformers` uses it for DINOv2 with registers only), and each is right only for its own
+    differs by family (`transformers` uses it for DINOv2 with registers and for SigLIP 2 only), and each is right only for its own
     checkpoints.
     """
     side = math.isqrt(len(positions))
     if side == grid:
         return positions
     image = positions.to(torch.float32).view(1, side, side, -1).permute(0, 3, 1, 2)
-    image = F.interpolate(image, size=(grid, grid), mode="bicubic", align_corners=False, antialias=antialias)
+    image = F.interpolate(
+        image, size=(grid, grid), mode="bilinear" if bilinear else "bicubic", align_corners=False, antialias=antialias
+    )
     return image.permute(0, 2, 3, 1).reshape(grid * grid, -1).to(positions.dtype)

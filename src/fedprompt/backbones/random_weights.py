@@ -13,6 +13,7 @@ from fedprompt.backbones.catalog import TINY, Triple
 from fedprompt.backbones.clip import byte_tokenizer, joined
 from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.projection import Projection
+from fedprompt.backbones.rotary import rotation
 from fedprompt.backbones.shape import ViTShape, tensor_shapes
 from fedprompt.backbones.text_tower import CausalTower, TextShape, text_tensor_shapes
 from fedprompt.backbones.vit import ViT
@@ -38,6 +39,8 @@ def random_vit(
 ) -> ViT:
     """A frozen transformer of any shape with seeded random weights, at its native resolution."""
     weights = {key: tensor.to(dtype) for key, tensor in random_weights(shape, seed).items()}
+    if shape.rope_base is not None:
+        weights["rotation"] = rotation(shape).to(dtype)
     return ViT(name, shape, TINY.mean, TINY.std, weights, native_image_size=shape.image_size)
 
 

@@ -5,7 +5,7 @@ Every checkpoint family is translated to the same *canonical* tensor names, so t
 | name | shape | what |
 |---|---|---|
 | `patch.weight`, `patch.bias` | (d, 3, p, p), (d) | the patch embedding |
-| `lead` | (1 + extra, d) | CLS and extra tokens with their positions already added |
+| `lead` | (1 + extra, d) | CLS and extra tokens with their positions already added; no rows without CLS |
 | `position` | (M, d) | positions of the patches at the chosen resolution |
 | `ln_pre.weight`, `ln_pre.bias` | (d) | only where a family normalises before block 0 (CLIP) |
 | `blocks.i.norm1.*`, `blocks.i.norm2.*` | (d) | pre-norms |
@@ -15,14 +15,18 @@ Every checkpoint family is translated to the same *canonical* tensor names, so t
 | `blocks.i.mlp.out.weight`, `.bias` | (d, h), (d) | |
 | `blocks.i.scale1`, `blocks.i.scale2` | (d) | only with LayerScale |
 | `norm.weight`, `norm.bias` | (d) | the final norm |
+| `rotation` | (2, T, d / h) | only with rotary positions: cosines and sines by which queries and keys are turned |
+| `pool.*` | | only with attention pooling ([`pooling.py`](pooling.py)) |
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
+
+Activation = Literal["gelu", "quick_gelu", "gelu_pytorch_tanh"]
 
 CHANNELS = 3  # colour images only; a grey image is repeated by the data side
 
@@ -43,11 +47,24 @@ class ViTShape:
     extra_tokens: int = 0
     """Registers or a distillation token, between CLS and the patches."""
     norm_eps: float = 1e-6
-    activation: Literal["gelu", "quick_gelu"] = "gelu"
+    activation: Activation = "gelu"
     layer_scale: bool = False
     ln_pre: bool = False
     """Normalised before block 0 (CLIP)."""
     mlp: Literal["plain", "swiglu"] = "plain"
+    rope_base: float | None = None
+    """Longest period of rotary positions, which patches have in every block instead of an embedding (DINOv3)."""
+    pooling: Literal["cls", "attention"] = "cls"
+    """What the feature of an image is: the CLS row, or without a CLS row an attention over all rows (SigLIP)."""
+
+    @property
+    def has_cls(self) -> bool:
+        return self.pooling == "cls"
+
+    @property
+    def lead(self) -> int:
+        """Rows before the patches."""
+        return self.has_cls + self.extra_tokens
 
     @property
     def grid(self) -> int:
@@ -61,7 +78,13 @@ class ViTShape:
     @property
     def tokens(self) -> int:
         """Rows of a sequence without prompts: CLS, extra tokens, patches."""
-        return 1 + self.extra_tokens + self.patches
+        return self.lead + self.patches
+
+    def described(self) -> dict[str, Any]:
+        """What a digest covers: not `ln_pre`, which the names of the weights show, and younger fields only where used."""
+        defaults = {field.name: field.default for field in fields(self) if field.name in ("rope_base", "pooling")}
+        unused = {name for name, default in defaults.items() if getattr(self, name) == default}
+        return {name: value for name, value in asdict(self).items() if name != "ln_pre" and name not in unused}
 
 
 def tensor_shapes(shape: ViTShape) -> dict[str, tuple[int, ...]]:
@@ -70,15 +93,36 @@ def tensor_shapes(shape: ViTShape) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "patch.weight": (width, CHANNELS, shape.patch, shape.patch),
         "patch.bias": (width,),
-        "lead": (1 + shape.extra_tokens, width),
+        "lead": (shape.lead, width),
         "position": (shape.patches, width),
         "norm.weight": (width,),
         "norm.bias": (width,),
     }
     if shape.ln_pre:
         shapes |= {"ln_pre.weight": (width,), "ln_pre.bias": (width,)}
+    if shape.rope_base is not None:
+        shapes["rotation"] = (2, shape.tokens, width // shape.heads)
+    if shape.pooling == "attention":
+        shapes |= _pool_tensors(shape)
     block = block_tensors(shape)
     return shapes | {f"blocks.{i}.{name}": size for i in range(shape.depth) for name, size in block.items()}
+
+
+def _pool_tensors(shape: ViTShape) -> dict[str, tuple[int, ...]]:
+    width, hidden = shape.width, shape.mlp_width
+    return {
+        "pool.probe": (width,),
+        "pool.attention.in.weight": (3 * width, width),
+        "pool.attention.in.bias": (3 * width,),
+        "pool.attention.out.weight": (width, width),
+        "pool.attention.out.bias": (width,),
+        "pool.norm.weight": (width,),
+        "pool.norm.bias": (width,),
+        "pool.mlp.in.weight": (hidden, width),
+        "pool.mlp.in.bias": (hidden,),
+        "pool.mlp.out.weight": (width, hidden),
+        "pool.mlp.out.bias": (width,),
+    }
 
 
 @cache

@@ -1,13 +1,15 @@
 """Frozen text towers that read class names with a learnable context.
 
 The sentence of class c is [start] context name . [end]. The context may also stand after the name (`front`) or around
-it (`middle`), and it may be one for all classes or one per class. Two families:
+it (`middle`), and it may be one for all classes or one per class. Three families:
 
 * `CausalTower`, CLIP's: pre-norm, a token attends to those before it, the end token is read. Three shortcuts change
   only the time: nothing after the end token is computed; the common beginning of all sentences runs once, and the rest
   of each sentence attends to its keys and values; of the last block only the end token's row is computed.
 * `BidirectionalTower`, BERT's: post-norm, all tokens attend to each other, the mean over the sentence is read.
-  Sentences can share nothing.
+  Sentences can share nothing. `FirstTokenTower` is the same, but its start token is read.
+* `PaddedTower`, SigLIP's: pre-norm, all tokens attend to each other and to the padding that follows the end token, and
+  the last row is read. There is no start token.
 
 Sentences of one length run together, so nothing is padded. Many sentences run in chunks whose activations are
 recomputed for the gradients, so memory does not grow with the number of classes.
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fedprompt.backbones import layers
 from fedprompt.backbones.projection import Projection
+from fedprompt.backbones.shape import Activation
 from fedprompt.errors import BackboneError, ConfigError, ContractError, broken
 from fedprompt.modules.contexts import Position
 
@@ -48,7 +51,7 @@ class TextShape:
     positions: int
     """Longest sentence it was trained for, start and end included."""
     norm_eps: float
-    activation: Literal["gelu", "quick_gelu"] = "gelu"
+    activation: Activation = "gelu"
 
 
 def text_tensor_shapes(shape: TextShape, outer_norm: str) -> dict[str, tuple[int, ...]]:
@@ -111,20 +114,27 @@ class TextTower(ABC):
     weights: dict[str, Tensor]
     tokenise: Callable[[str], Sequence[int]]
     """Without start and end."""
-    start: int
+    start: int | None
+    """The token that begins a sentence, if there is one."""
     end: int
     projection: Projection
     autocast: bool = False
     """Matrices are multiplied in bfloat16, except the projection's."""
     shares_beginning: ClassVar[bool]
     """The common beginning of all sentences runs once."""
+    gap: ClassVar[str] = ""
+    """What a name begins with, for tokenizers that tell the beginning of a text from that of a word inside it."""
 
     def __post_init__(self) -> None:
         if self.projection.width != self.shape.width:
             raise BackboneError(
                 f"the text projection must take {self.shape.width} numbers, got one that takes {self.projection.width}"
             )
-        self._check_known((self.start, self.end))
+        self._check_known((*self._opening, self.end))
+
+    @property
+    def _opening(self) -> list[int]:
+        return [] if self.start is None else [self.start]
 
     def words(self, text: str) -> Tensor:
         """The embeddings (n, d) of some words, to begin a context with or to be one."""
@@ -135,7 +145,8 @@ class TextTower(ABC):
         spoken = tuple(text.replace("_", " ") for text in texts)
         ids, stops = [], []
         for text in spoken:
-            alone, stopped = self._ids(text), self._ids(text + ".")
+            inside = self.gap + text
+            alone, stopped = self._ids(inside), self._ids(inside + ".")
             if not alone:
                 raise ConfigError(broken("class name", "have at least one token", text))
             if self.end in alone:
@@ -147,7 +158,7 @@ class TextTower(ABC):
     def room(self, names: Names) -> int:
         """How many tokens of a context fit into a sentence with any of the names, its start and its end."""
         longest = max((len(name) + len(stop) for name, stop in zip(names.ids, names.stops, strict=True)), default=0)
-        return self.shape.positions - 2 - longest
+        return self.shape.positions - len(self._opening) - 1 - longest
 
     def encode(self, contexts: Tensor, names: Names, position: Position = "end") -> Tensor:
         """Unit vectors (N, C, D) of every class with each of N contexts (N, m, d), or (N, C, m, d) with one per class."""
@@ -159,21 +170,22 @@ class TextTower(ABC):
             )
         before = {"end": tokens, "middle": tokens // 2, "front": 0}[position]
         shared = before if contexts.dim() == 3 else 0  # context tokens that begin every sentence
-        leading = self._embedded([self.start]).expand(len(contexts), -1, -1)
+        leading = self._embedded(self._opening).expand(len(contexts), -1, -1)
         if shared:
             leading = torch.cat([leading, contexts[:, :shared]], dim=1)
         groups = self._layout(names, tokens, before, shared)
-        own = 0 if self.shares_beginning else 1 + shared  # rows of the beginning that are separate for every sentence
+        first = len(self._opening) + shared
+        own = 0 if self.shares_beginning else first  # rows of the beginning that are separate for every sentence
         many = len(contexts) * sum(len(g.classes) * (own + g.rests.shape[1]) for g in groups) > CHUNK_TOKENS
         read: Callable[..., Tensor] = self._read_group
         if many and torch.is_grad_enabled():  # nothing is drawn at random inside
             read = partial(checkpoint, self._read_group, use_reentrant=False, preserve_rng_state=False)
         with self._precision():
-            prepared = self._prepare(leading + self.weights["position.weight"][: 1 + shared])
+            prepared = self._prepare(leading + self.weights["position.weight"][:first])
         encoded, order = [], []
         for group in groups:
             for part in _split(group, max(1, CHUNK_TOKENS // (len(contexts) * (own + group.rests.shape[1])))):
-                encoded.append(read(contexts, part, 1 + shared, *prepared))
+                encoded.append(read(contexts, part, first, *prepared))
                 order.append(part.classes)
         return torch.cat(encoded, dim=1)[:, torch.cat(order).argsort()]
 
@@ -221,14 +233,15 @@ class TextTower(ABC):
         """What follows the common beginning in every class's sentence, by length."""
         key = (tokens, before, shared)
         if key not in names.layouts:
-            context = list(range(tokens))
+            context, first = list(range(tokens)), len(self._opening) + shared
             rests: dict[int, list[tuple[int, list[int]]]] = {}
             for number, both in enumerate(zip(names.ids, names.stops, strict=True)):
                 name, stop = ([-1 - token for token in ids] for ids in both)  # of the vocabulary, hence negative
                 rest = [*context[shared:before], *name, *context[before:], *stop, -1 - self.end]
-                if 1 + shared + len(rest) > self.shape.positions:
+                if first + len(rest) > self.shape.positions:
                     rule = f"leave room for the class name {names.texts[number]!r} in {self.shape.positions} tokens"
                     raise ConfigError(broken("the number of context tokens", rule, tokens))
+                rest += [-1 - token for token in self._padding(self.shape.positions - first - len(rest))]
                 rests.setdefault(len(rest), []).append((number, rest))
             device = self.weights["token.weight"].device
             names.layouts[key] = tuple(
@@ -236,6 +249,10 @@ class TextTower(ABC):
                 for classes, entries in (zip(*rests[length], strict=True) for length in sorted(rests))
             )
         return names.layouts[key]
+
+    def _padding(self, free: int) -> list[int]:
+        """The tokens behind the end of a sentence that leaves so many positions free."""
+        return []
 
     def _rest(self, contexts: Tensor, group: Group, first: int) -> Tensor:
         """The embedded rests (N, c, L, d) of some classes' sentences, which begin at position `first`."""
@@ -254,7 +271,24 @@ def _split(group: Group, size: int) -> Iterator[Group]:
     return (Group(classes, rests, group.speaks_context) for classes, rests in parts)
 
 
-class CausalTower(TextTower):
+class PreNormTower(TextTower):
+    """Blocks that normalise what goes in."""
+
+    def _projected(self, block: int, x: Tensor) -> tuple[Tensor, ...]:
+        prefix = f"blocks.{block}."
+        x = layers.norm(self.weights, prefix + "norm1", x, self.shape.norm_eps)
+        return layers.split_heads(layers.linear(self.weights, prefix + "attention.in", x), self.shape.heads, 3)
+
+    def _finished(self, block: int, x: Tensor, mixed: Tensor) -> Tensor:
+        prefix, weights = f"blocks.{block}.", self.weights
+        x = x + layers.linear(weights, prefix + "attention.out", mixed.transpose(1, 2).flatten(2))
+        hidden = layers.linear(
+            weights, prefix + "mlp.in", layers.norm(weights, prefix + "norm2", x, self.shape.norm_eps)
+        )
+        return x + layers.linear(weights, prefix + "mlp.out", layers.activate(self.shape.activation, hidden))
+
+
+class CausalTower(PreNormTower):
     """CLIP's text encoder."""
 
     shares_beginning = True
@@ -288,18 +322,34 @@ class CausalTower(TextTower):
         x = layers.norm(self.weights, "norm", x[:, 0], self.shape.norm_eps)
         return x.unflatten(0, (contexts, classes))
 
-    def _projected(self, block: int, x: Tensor) -> tuple[Tensor, ...]:
-        prefix = f"blocks.{block}."
-        x = layers.norm(self.weights, prefix + "norm1", x, self.shape.norm_eps)
-        return layers.split_heads(layers.linear(self.weights, prefix + "attention.in", x), self.shape.heads, 3)
 
-    def _finished(self, block: int, x: Tensor, mixed: Tensor) -> Tensor:
-        prefix, weights = f"blocks.{block}.", self.weights
-        x = x + layers.linear(weights, prefix + "attention.out", mixed.transpose(1, 2).flatten(2))
-        hidden = layers.linear(
-            weights, prefix + "mlp.in", layers.norm(weights, prefix + "norm2", x, self.shape.norm_eps)
-        )
-        return x + layers.linear(weights, prefix + "mlp.out", layers.activate(self.shape.activation, hidden))
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PaddedTower(PreNormTower):
+    """SigLIP's text encoder."""
+
+    pad: int
+    shares_beginning = False
+    gap = " "
+
+    def digest(self) -> str:
+        return hashlib.sha256(f"{super().digest()} {self.pad}".encode()).hexdigest()
+
+    def _padding(self, free: int) -> list[int]:
+        return [self.pad] * free
+
+    def _prepare(self, leading: Tensor) -> list[Tensor]:
+        return [leading]
+
+    def _read(self, rest: Tensor, *prepared: Tensor) -> Tensor:
+        (leading,) = prepared
+        contexts, classes = rest.shape[:2]
+        x = torch.cat([leading.unsqueeze(1).expand(-1, classes, -1, -1), rest], dim=2).flatten(0, 1)
+        for block in range(self.shape.depth):
+            query, key, value = self._projected(block, x)
+            if block == self.shape.depth - 1:
+                query, x = query[:, :, -1:], x[:, -1:]
+            x = self._finished(block, x, F.scaled_dot_product_attention(query, key, value))
+        return layers.norm(self.weights, "norm", x[:, -1], self.shape.norm_eps).unflatten(0, (contexts, classes))
 
 
 class BidirectionalTower(TextTower):
@@ -323,7 +373,17 @@ class BidirectionalTower(TextTower):
             x = self._norm(prefix + "norm1", x + layers.linear(weights, prefix + "attention.out", mixed))
             hidden = layers.activate(self.shape.activation, layers.linear(weights, prefix + "mlp.in", x))
             x = self._norm(prefix + "norm2", x + layers.linear(weights, prefix + "mlp.out", hidden))
-        return x.mean(1).unflatten(0, (contexts, classes))
+        return self._pooled(x).unflatten(0, (contexts, classes))
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        return x.mean(1)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return layers.norm(self.weights, name, x, self.shape.norm_eps)
+
+
+class FirstTokenTower(BidirectionalTower):
+    """BERT's encoder, of whose last layer the start token is read."""
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        return x[:, 0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import string
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +27,12 @@ class Words:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    @classmethod
+    def from_file(cls, path: Path) -> Words:
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_file(str(path)))
+
     def to_json(self) -> str:
         text: str = self._tokenizer.to_str()
         return text
@@ -33,3 +42,21 @@ class Words:
         from tokenizers import Tokenizer
 
         return cls(Tokenizer.from_str(text))
+
+
+def lower_case_words(path: Path, without_punctuation: bool) -> Words:
+    """A `tokenizer.json` after the clean-up that SigLIP was trained with: lower case, and in its first version no punctuation.
+
+    Some published files do it themselves and some leave it to a library; done twice it changes nothing.
+    """
+    from tokenizers import Regex, Tokenizer, normalizers
+
+    tokenizer = Tokenizer.from_file(str(path))
+    first: list[normalizers.Normalizer] = [normalizers.Lowercase()]
+    if without_punctuation:
+        marks = Regex(f"[{re.escape(string.punctuation)}]")
+        spaces = Regex(r"\s+")
+        first += [normalizers.Replace(marks, ""), normalizers.Replace(spaces, " "), normalizers.Strip()]
+    own = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+    tokenizer.normalizer = normalizers.Sequence([*first, *own])
+    return Words(tokenizer)

@@ -30,6 +30,8 @@ from torch.nn.utils.rnn import pad_sequence
 from fedprompt.backbones import layers
 from fedprompt.backbones.block import Block, cls_attention, run_block
 from fedprompt.backbones.layers import Weights
+from fedprompt.backbones.pooling import pooled, pooled_alone
+from fedprompt.backbones.rotary import Turns
 from fedprompt.backbones.shape import CHANNELS, ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.errors import BackboneError, ContractError, broken
@@ -93,8 +95,12 @@ class ViT:
         tokens = torch.cat([weights["lead"].expand(len(images), -1, -1), patches], dim=1)
         tokens = self._norm("ln_pre", tokens) if self.shape.ln_pre else tokens
         for block in range(-self.stem, 0):
-            (tokens,) = self._block(block, [tokens], [])
+            (tokens,) = self._block(block, [tokens], [], self._turns())
         return tokens
+
+    def summary(self, tokens: Tensor) -> Tensor:
+        """One row (B, d) for an image in the middle of a pass: CLS, or without CLS the mean of the patches."""
+        return tokens[:, 0] if self.shape.has_cls else tokens.mean(1)
 
     def with_added(self, changes: Mapping[str, Tensor]) -> ViT:
         """The same transformer with something added to some of its weights; `blocks.0` is the first block after the
@@ -136,10 +142,11 @@ class ViT:
         still there after the last block, slot by slot and oldest first within an appending slot. `prompt_attention`
         (B, slots) is the share of the attention of CLS that a slot gets, mean over the heads and over the blocks where
         it has rows. The order of rows inside the sequence does not matter, because prompts have no position. A norm
-        before block 0 (CLIP) also applies to prompts of block 0.
+        before block 0 (CLIP) also applies to prompts of block 0. With attention pooling, `cls` is the pooled vector of
+        patches and remaining prompts, and `patches` are pooled one by one.
 
         `pause` is a block and a function: the pass pauses before that block, and the function returns extra prompts
-        computed from the CLS rows (B, d) of its input.
+        computed from the CLS rows (B, d) of its input (`summary`).
         """
         reads = frozenset(reads)
         self._check(tokens, prompts, reads, start, pause)
@@ -149,7 +156,7 @@ class ViT:
         looks: list[Tensor] = []
         for block in range(start, self.depth):
             if pause is not None and block == pause[0]:
-                joining = list(pause[1](main[:, 0]))
+                joining = list(pause[1](self.summary(main)))
                 for prompt in joining:
                     check_prompt(prompt, batch=batch, width=self.shape.width, first=block, depth=self.depth)
                 prompts, slots = prompts + joining, slots + [empty for _ in joining]
@@ -160,15 +167,22 @@ class ViT:
             stay = [not leaves(prompt, block) for prompt in prompts]
             live = [main, *(spread(rows, batch) for rows, s in zip(slots, stay, strict=True) if s)]
             passive = [rows for rows, s in zip(slots, stay, strict=True) if not s]
-            main, *kept = self._block(block, live, passive)
+            main, *kept = self._block(block, live, passive, self._turns())
             slots = [kept.pop(0) if s else rows[:, :0] for rows, s in zip(slots, stay, strict=True)]
         slots = [self._enter(prompt, rows, last) for prompt, rows in zip(prompts, slots, strict=True)]
-        seen = self._last_block(main, prompts, slots, reads - {ATTENTION})
+        last_reads = reads - {ATTENTION}
+        if self.shape.has_cls or "cls" not in reads:
+            seen = self._last_block(main, prompts, slots, last_reads)
+        else:
+            seen = self._last_block(main, prompts, slots, frozenset(READS[1:]))
+            seen["cls"] = pooled(self.weights, self.shape, torch.cat([seen["patches"], seen["prompts"]], dim=1))
+        if "patches" in reads and not self.shape.has_cls:
+            seen["patches"] = pooled_alone(self.weights, self.shape, seen["patches"])
         if ATTENTION in reads:
             looks.append(self._look(last, [main, *slots]))
             shares = pad_sequence([look.T for look in looks], padding_value=0.0)[1:]  # slots may join at a pause
             seen[ATTENTION] = (shares.sum(1) / (shares > 0).sum(1).clamp(min=1)).T
-        return seen
+        return {name: seen[name] for name in reads}
 
     def block_inputs(self, tokens: Tensor, blocks: Sequence[int] | None = None) -> list[Tensor]:
         """The inputs (B, T, d) of the listed blocks (all when None) in a pass without prompts."""
@@ -177,7 +191,7 @@ class ViT:
             raise ContractError(f"blocks must be in 0..{self.depth - 1}, got {list(wanted)}")
         found = {0: tokens}
         for block in range(max(wanted, default=0)):
-            (tokens,) = self._block(block, [tokens], [])
+            (tokens,) = self._block(block, [tokens], [], self._turns())
             if block + 1 in wanted:
                 found[block + 1] = tokens
         return [found[block] for block in wanted]
@@ -185,22 +199,24 @@ class ViT:
     @torch.no_grad()
     def blank_tokens(self) -> Tensor:
         """The mean patch token (L, d) that enters each block for an image of the mean colour, in float32 on the CPU."""
-        size, lead = self.shape.image_size, 1 + self.shape.extra_tokens
+        size, lead = self.shape.image_size, self.shape.lead
         inputs = self.block_inputs(self.embed(torch.zeros(1, CHANNELS, size, size)))
         return torch.stack([tokens[0, lead:].mean(0) for tokens in inputs]).float().cpu()
 
     def read_early(self, tokens: Tensor, blocks: int) -> Tensor:
-        """The final norm of the CLS row (B, d) after the first `blocks` blocks of a pass without prompts."""
+        """The feature (B, d) of an image that ends after the first `blocks` blocks of a pass without prompts."""
         if blocks == self.depth:
             return self.run(tokens)["cls"]
-        return self._norm("norm", self.block_inputs(tokens, [blocks])[0][:, 0])
+        rows = self.block_inputs(tokens, [blocks])[0]
+        if self.shape.has_cls:
+            return self._norm("norm", rows[:, 0])
+        return pooled(self.weights, self.shape, self._norm("norm", rows))
 
     def digest(self) -> str:
         """The identity of what this backbone computes: architecture, resolution, preprocessing and every byte of every
         weight.
         """
-        described = {**dataclasses.asdict(self.shape), "mean": self.mean, "std": self.std, "stem": self.stem}
-        del described["ln_pre"]  # the names of the weights show it
+        described = {**self.shape.described(), "mean": self.mean, "std": self.std, "stem": self.stem}
         if self.autocast:
             described["autocast"] = True
         sha = hashlib.sha256(repr(sorted(described.items())).encode())
@@ -227,31 +243,39 @@ class ViT:
         self, main: Tensor, prompts: Sequence[VisionPrompt], slots: list[Tensor], reads: frozenset[str]
     ) -> dict[str, Tensor]:
         """Only the rows that are read are live."""
-        block, lead = self.depth - 1, 1 + self.shape.extra_tokens
-        cls, extra, patches = main.split([1, lead - 1, self.shape.patches], dim=1)
-        rows, passive = {"cls": cls, "patches": patches}, [extra]
+        block, sizes = self.depth - 1, [int(self.shape.has_cls), self.shape.extra_tokens, self.shape.patches]
+        cls, extra, patches = zip(main.split(sizes, dim=1), self._turns(sizes) or [None] * 3, strict=True)
+        rows, passive = {"cls": cls, "patches": patches}, [extra]  # each with its turn
         if "prompts" in reads:
             gone = [leaves(prompt, block) for prompt in prompts]
             stay = [spread(slot, len(main)) for slot, g in zip(slots, gone, strict=True) if not g]
-            rows["prompts"] = torch.cat([main[:, :0], *stay], dim=1)
-            passive += [slot for slot, g in zip(slots, gone, strict=True) if g]
-        else:
-            passive += slots
+            rows["prompts"] = (torch.cat([main[:, :0], *stay], dim=1), None)
+            slots = [slot for slot, g in zip(slots, gone, strict=True) if g]
+        passive += [(slot, None) for slot in slots]
         passive += [piece for name, piece in rows.items() if name not in reads]
         live = {name: piece for name, piece in rows.items() if name in reads}
-        outputs = self._block(block, list(live.values()), passive)
+        pieces, turns = zip(*live.values(), *passive, strict=True)
+        outputs = self._block(block, list(pieces[: len(live)]), list(pieces[len(live) :]), turns)
         seen = {name: self._norm("norm", output) for name, output in zip(live, outputs, strict=True)}
         return seen | {"cls": seen["cls"].squeeze(1)} if "cls" in seen else seen
 
-    def _block(self, block: int, live: list[Tensor], passive: list[Tensor]) -> list[Tensor]:
+    def _turns(self, sizes: Sequence[int] = ()) -> Turns:
+        """The rotation of an image's own rows, whole or in parts; nothing without rotary positions."""
+        if self.shape.rope_base is None:
+            return ()
+        return self.weights["rotation"].split(sizes or self.shape.tokens, dim=1)
+
+    def _block(self, block: int, live: list[Tensor], passive: list[Tensor], turns: Turns = ()) -> list[Tensor]:
         """The live pieces after a block. Passive ones may be shared by runs of samples."""
         with layers.precision(self.autocast, self.device):
-            return self.block(self._weights_of(block), self.shape, live, passive)
+            turns = [*turns, *[None] * (len(live) + len(passive) - len(turns))]
+            return self.block(self._weights_of(block), self.shape, live, passive, turns)
 
     def _look(self, block: int, pieces: Sequence[Tensor]) -> Tensor:
         """The shares of the attention of CLS on each piece."""
+        turns = [*self._turns(), *[None] * len(pieces)][: len(pieces)]
         with layers.precision(self.autocast, self.device):
-            return cls_attention(self._weights_of(block), self.shape, pieces)
+            return cls_attention(self._weights_of(block), self.shape, pieces, turns)
 
     def _weights_of(self, block: int) -> Weights:
         prefix = f"blocks.{self.stem + block}."

@@ -31,7 +31,14 @@ from torch import Tensor
 from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.projection import Projection, projection
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.backbones.text_tower import BidirectionalTower, CausalTower, TextShape, TextTower
+from fedprompt.backbones.text_tower import (
+    BidirectionalTower,
+    CausalTower,
+    FirstTokenTower,
+    PaddedTower,
+    TextShape,
+    TextTower,
+)
 from fedprompt.backbones.tokenizer import Words
 from fedprompt.backbones.vit import ViT
 from fedprompt.backbones.weight_files import read_described, write_described
@@ -43,7 +50,12 @@ FOLDER = "backbones"
 LEAST_BYTES = 2**24  # of the weights; smaller ones are assembled as fast as they are mapped
 MOST_BYTES = 4 * 2**30  # of all cached files; those opened longest ago are deleted first
 _ELSEWHERE = {"device", "autocast"}  # settings that do not change the stored tensors
-_TOWERS: dict[str, type[TextTower]] = {"causal": CausalTower, "bidirectional": BidirectionalTower}
+_TOWERS: dict[str, type[TextTower]] = {
+    "causal": CausalTower,
+    "bidirectional": BidirectionalTower,
+    "first token": FirstTokenTower,
+    "padded": PaddedTower,
+}
 _known: WeakKeyDictionary[ViT, str] = WeakKeyDictionary()
 
 
@@ -169,7 +181,9 @@ def _tensors(backbone: ViT) -> dict[str, Tensor]:
 
 
 def _described(backbone: ViT) -> dict[str, Any] | None:
-    """Everything of a backbone except its tensors; None if its tokenizer cannot be stored."""
+    """Everything of a backbone except its tensors; None if it or its tokenizer cannot be stored."""
+    if type(backbone) not in (ViT, DualEncoder):
+        return None
     described = {
         "name": backbone.name,
         "shape": dataclasses.asdict(backbone.shape),
@@ -186,7 +200,8 @@ def _described(backbone: ViT) -> dict[str, Any] | None:
     if kind is None or not isinstance(words, Words):
         return None
     text = {"kind": kind, "shape": dataclasses.asdict(tower.shape), "start": tower.start, "end": tower.end}
-    return {**described, "scale": backbone.scale, "text": {**text, "tokenizer": words.to_json()}}
+    text |= {"tokenizer": words.to_json(), "more": {"pad": tower.pad} if isinstance(tower, PaddedTower) else {}}
+    return {**described, "scale": backbone.scale, "bias": backbone.bias, "text": text}
 
 
 def _backbone(described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ViT:
@@ -211,8 +226,10 @@ def _backbone(described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Vi
         text["start"],
         text["end"],
         Projection(_part(tensors, "text_projection")),
+        **text["more"],
     )
-    return joined(vision, tower, projection(tensors, "image_projection/"), described["scale"])
+    image = projection(tensors, "image_projection/")
+    return joined(vision, tower, image, described["scale"], described["bias"])
 
 
 def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from fedprompt.io.bounded_read import read_json
 from fedprompt.io.safetensors_header import FILE, read_header
 
 WEIGHTS = "model.safetensors"
+OPEN_CLIP_WEIGHTS = "open_clip_model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX_BYTES = 2**24
@@ -92,6 +93,17 @@ def read_folder(folder: Path, sha256: str | None = None) -> dict[str, Tensor]:
             raise BackboneError(broken(f"the shards in {str(folder)!r}", "hold every tensor once", name))
         tensors |= found
     return tensors
+
+
+def read_open_clip(folder: Path, sha256: str | None = None) -> dict[str, Tensor]:
+    """The tensors of an open_clip folder."""
+    for name in (OPEN_CLIP_WEIGHTS, WEIGHTS):
+        if (folder / name).is_file():
+            return read_file(folder / name, sha256)
+    raise BackboneError(
+        f"the backbone folder {str(folder)!r} must hold {OPEN_CLIP_WEIGHTS}, got none. A pickle is never opened, because that runs "
+        "code. On a machine where you trust it, `torch.load(file, weights_only=True)` and `safetensors.torch.save_file` convert it."
+    )
 
 
 _CONVERT = (

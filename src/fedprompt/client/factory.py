@@ -87,6 +87,7 @@ class ExperimentFactory:
             device=backbone.device,
             dtype=backbone.dtype,
             blank=cache(backbone.blank_tokens),
+            has_cls=shape.has_cls,
         )
         if self.method.uses_text:
             _ = world.text  # raises where there is none

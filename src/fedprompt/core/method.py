@@ -47,7 +47,7 @@ from fedprompt.core.search_space import SearchSpace
 from fedprompt.errors import ConfigError, ContractError, broken
 from fedprompt.modules import heads
 from fedprompt.modules.contexts import Language, TextContext
-from fedprompt.modules.insertion import PromptStart, VisionPrompt, initial_prompt
+from fedprompt.modules.insertion import WITHOUT_BLOCKS, PromptStart, VisionPrompt, initial_prompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, pick
 
@@ -81,9 +81,12 @@ class World:
     """The patch tokens (L, d) that enter each block for a blank image, mean over patches; zeros when absent."""
     epochs: int = 1
     """E, local epochs of a round."""
+    has_cls: bool = True
+    """Row 0 of an image is a CLS token. Without one, all T rows are patches (SigLIP)."""
 
     def initial_prompt(self, kind: PromptStart, blocks: Sequence[int], tokens: int, generator: Stream) -> Tensor:
         """Initial prompts (len(blocks), tokens, d) of the listed blocks."""
+        self.check_blocks()
         known = torch.zeros(self.blocks, self.width) if self.blank is None else self.blank()
         return initial_prompt(kind, known[list(blocks)], tokens, self.patch, generator)
 
@@ -111,8 +114,14 @@ class World:
         """The tensors on the device and in the precision of the backbone."""
         return {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}
 
+    def check_blocks(self) -> None:
+        """Raise where the image tower has no blocks, and so no place for prompts or changed weights."""
+        if not self.blocks:
+            raise ConfigError(WITHOUT_BLOCKS)
+
     def check_depth(self, field: str, depth: int | None) -> None:
         """Raise unless that many blocks can be prompted; None stands for all."""
+        self.check_blocks()
         if depth is not None and depth > self.blocks:
             raise ConfigError(broken(field, f"be at most the {self.blocks} blocks of the backbone", depth))
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fedprompt.backbones.vit import ViT
 from fedprompt.data.cache.pixel_store import ImageStore, normalise
-from fedprompt.errors import ContractError
+from fedprompt.errors import ConfigError, ContractError
+from fedprompt.modules.insertion import WITHOUT_BLOCKS
 
 MULTIPLE = 8  # of images in a pass
 MOST_IMAGES, MOST_TOKENS = 64, 4096  # in a pass; larger ones are not faster, and cannot be interrupted
@@ -50,6 +51,8 @@ def named(backbone: ViT, name: str) -> Feature:
     shape, depth = backbone.shape, backbone.depth
     blocks = int(count) if count.isdecimal() else depth
     whole = name in backbone.reads or name == "block_inputs"
+    if not depth and name not in backbone.reads:
+        raise ConfigError(WITHOUT_BLOCKS)
     if not whole and (name not in (f"cls:{blocks}", f"block_inputs:{blocks}") or not 1 <= blocks <= depth):
         raise ContractError(f"needs must name known features of blocks 1..{depth}, got {name!r}")
     if kind == "block_inputs":
@@ -66,6 +69,8 @@ def named(backbone: ViT, name: str) -> Feature:
 
 def block_input(backbone: ViT, block: int) -> Feature:
     """The input of one block, counted after the stem."""
+    if not backbone.depth:
+        raise ConfigError(WITHOUT_BLOCKS)
     if not 0 <= block < backbone.depth:
         raise ContractError(f"start must be in 0..{backbone.depth - 1}, got {block}")
     shape = (backbone.shape.tokens, backbone.shape.width)

@@ -19,10 +19,12 @@ from fedprompt.backbones import layers
 from fedprompt.backbones.block import run_block
 from fedprompt.backbones.dual_encoder import JOINT_READS, DualEncoder
 from fedprompt.backbones.layers import Weights
+from fedprompt.backbones.rotary import Turns, joined, turned
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import READS, ViT
 from fedprompt.client.step import encode_text, inserted
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
+from fedprompt.errors import ConfigError, broken
 from fedprompt.modules.insertion import VisionPrompt, spread
 from fedprompt.tensors import Tensors
 
@@ -53,12 +55,13 @@ class Watch:
     looked: list[Looked] = field(default_factory=list)
 
     def __call__(
-        self, weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive: Sequence[Tensor]
+        self, weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive: Sequence[Tensor], turns: Turns = ()
     ) -> list[Tensor]:
         pieces = [*live, *(spread(rows, len(live[0])) for rows in passive)]
-        looks = attention_weights(weights, shape, torch.cat(pieces, dim=1))
+        turn = joined(turns or [None] * len(pieces), pieces)
+        looks = attention_weights(weights, shape, torch.cat(pieces, dim=1), turn)
         self.looked.append(self._ordered(looks, [piece.shape[1] for piece in pieces], len(live)))
-        return run_block(weights, shape, live, passive)
+        return run_block(weights, shape, live, passive, turns)
 
     def _ordered(self, looks: Tensor, sizes: Sequence[int], live: int) -> Looked:
         """All blocks except the last come as [image, prompts ...], the last as [CLS, patches, prompts ... | extra
@@ -72,12 +75,12 @@ class Watch:
         return Looked(ordered[:, :, 0], ordered.mean(1))
 
 
-def attention_weights(weights: Weights, shape: ViTShape, rows: Tensor) -> Tensor:
+def attention_weights(weights: Weights, shape: ViTShape, rows: Tensor, turn: Tensor | None = None) -> Tensor:
     """softmax(q k / sqrt(d / h)) of all rows (B, R, d) at a block, (B, h, R, R)."""
     normed = layers.norm(weights, "norm1", rows, shape.norm_eps)
     projected = F.linear(normed, weights["attention.in.weight"], weights["attention.in.bias"])
     query, key, _ = layers.split_heads(projected, shape.heads, 3)
-    scores = query @ key.mT * query.shape[-1] ** -0.5
+    scores = turned(query, turn) @ turned(key, turn).mT * query.shape[-1] ** -0.5
     return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 
@@ -111,14 +114,14 @@ class Attention:
 
     def shares(self, where: Tensor) -> dict[str, Tensor]:
         """The shares of attention (B, T + P) by kind of row, (B,) each."""
-        lead = 1 + self.shape.extra_tokens
+        lead = self.shape.lead
         edges = {"cls": (0, 1), "extra": (1, lead), "patches": (lead, self.shape.tokens)}
         edges["prompts"] = (self.shape.tokens, where.shape[-1])
         return {name: where[:, start:end].sum(-1) for name, (start, end) in edges.items()}
 
     def grid(self, where: Tensor) -> Tensor:
         """(B, side, side), attention (B, T + P) on the patches, as a share of all attention on patches."""
-        lead, side = 1 + self.shape.extra_tokens, self.shape.grid
+        lead, side = self.shape.lead, self.shape.grid
         patches = where[:, lead : self.shape.tokens]
         return (patches / patches.sum(-1, keepdim=True)).unflatten(-1, (side, side))
 
@@ -147,6 +150,8 @@ def run_watched(
     pause: Pause | None = None,
 ) -> tuple[Tensors, Attention]:
     """The output for normalised images (B, 3, S, S), and the attention, including the stem's."""
+    if not backbone.shape.has_cls:
+        raise ConfigError(broken("backbone.name", "have a CLS token, whose attention is shown", backbone.name))
     eye = Watch(backbone.shape.tokens)
     watched = dataclasses.replace(backbone, block=eye)
     # all rows are read, so that those of the last block can be separated

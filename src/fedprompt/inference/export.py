@@ -106,7 +106,7 @@ def measured(client: TrainedClient) -> tuple[Constant, Agreement]:
 def handed(fixed: Constant, backbone: ViT) -> tuple[Tensors, list[list[int]]]:
     """The tensors of `client.safetensors`, and which rows of the last hidden state are read."""
     found, order = places(fixed.slots, backbone)
-    lead, tokens = 1 + backbone.shape.extra_tokens, backbone.shape.tokens
+    lead, tokens = backbone.shape.lead, backbone.shape.tokens
     read = [[0], *([row] for row in order)] if "prompts" in fixed.reads else [[0]]
     if backbone.shape.ln_pre:  # in transformers the final norm of a CLIP comes after the last hidden state
         found |= {f"norm.{part}": backbone.weights[f"norm.{part}"] for part in ("weight", "bias")}

@@ -35,16 +35,17 @@ def architecture(shape: ViTShape) -> tuple[str, Any]:
         "image_size": shape.image_size,
         "patch_size": shape.patch,
     }
-    if shape.ln_pre and not (shape.extra_tokens or shape.layer_scale) and shape.mlp == "plain":
+    known = shape.rope_base is None and shape.has_cls and shape.activation != "gelu_pytorch_tanh"
+    if known and shape.ln_pre and not (shape.extra_tokens or shape.layer_scale) and shape.mlp == "plain":
         return "CLIPVisionModel", transformers.CLIPVisionConfig(**common)
-    if shape.layer_scale and not shape.ln_pre:
+    if known and shape.layer_scale and not shape.ln_pre:
         del common["intermediate_size"]
         common |= {"mlp_ratio": _ratio(shape), "use_swiglu_ffn": shape.mlp == "swiglu"}
         if shape.extra_tokens:
             common["num_register_tokens"] = shape.extra_tokens
             return "Dinov2WithRegistersModel", transformers.Dinov2WithRegistersConfig(**common)
         return "Dinov2Model", transformers.Dinov2Config(**common)
-    if shape.mlp == "plain" and not (shape.ln_pre or shape.layer_scale) and shape.extra_tokens < 2:
+    if known and shape.mlp == "plain" and not (shape.ln_pre or shape.layer_scale) and shape.extra_tokens < 2:
         kind = "DeiT" if shape.extra_tokens else "ViT"
         return f"{kind}Model", getattr(transformers, f"{kind}Config")(**common)
     raise BackboneError(f"the backbone must be a ViT, DeiT, DINOv2 or CLIP to be exported to transformers, got {shape}")

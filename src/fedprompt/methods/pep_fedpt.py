@@ -119,6 +119,7 @@ class PEPFedPT(WithHead):
         return ("cls",) if self.query == "frozen_cls" else ()
 
     def check(self, world: World, train: TrainConfig) -> None:
+        world.check_blocks()
         blocks = list(self.class_blocks)
         if not blocks or blocks != sorted(set(blocks)) or blocks[-1] >= world.blocks:
             raise ConfigError(

@@ -255,6 +255,13 @@ class PFedBayesPTG(PFedBayesPTD):
     predict_with_noise: bool = False
     """Predict with mu + sigma eps, as in training, instead of mu."""
 
+    def check(self, world: World, train: TrainConfig) -> None:
+        super().check(world, train)
+        if self.prior_mean == "cls" and not world.has_cls:
+            raise ConfigError(
+                broken("method.prior_mean", "be zero for a backbone without a CLS token", self.prior_mean)
+            )
+
     def initial_encoder(self, world: World, generator: Stream) -> Tensors:
         with_mean = super().initial_encoder(world, generator)  # drawn first: all variants start from the same mean
         logvar = token_encoder.constant_network(self._network(world, generator), 2 * math.log(self.initial_std))

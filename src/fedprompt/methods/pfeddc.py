@@ -170,7 +170,7 @@ class PFedDC(WithText):
         ):
             return {}
         rows, _ = client.features(f"block_inputs:{self.vision_depth or world.blocks}")  # (n, J, T, d)
-        means = rows[:, :, -(world.tokens - 1) :].mean(0)
+        means = rows[:, :, int(world.has_cls) :].mean(0)
         parts = torch.tensor_split(means, self._local_vision, dim=1)
         return {"local_vision": torch.stack([part.mean(1) for part in parts], dim=1)}
 

@@ -133,6 +133,7 @@ class SGPT(SharedPrompts):
         return self.group_blocks or tuple(range(start, start + max(1, world.blocks // 4)))
 
     def check(self, world: World, train: TrainConfig) -> None:
+        world.check_blocks()
         for field, blocks in (
             ("shared_blocks", self.blocks_of_shared(world)),
             ("group_blocks", self.blocks_of_groups(world)),

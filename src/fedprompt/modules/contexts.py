@@ -33,7 +33,7 @@ class Language:
     features: int
     """D, dimensions of the space that images and texts share."""
     scale: float
-    """Logits are scale * <image, text>."""
+    """Logits are scale * <image, text> + bias."""
     words: Callable[[str], Tensor]
     """The tokens (n, d) of some words, in the text tower's own embedding."""
     encode: Callable[[Tensor, Position], Tensor]
@@ -42,6 +42,7 @@ class Language:
     """Most tokens of a context that leave room for the longest class name; None for no limit."""
     encode_names: Callable[[], Tensor] = lambda: torch.empty(0)
     """Unit vectors (C, D) of the bare class names, without a context and without the full stop."""
+    bias: float = 0.0
 
     def encode_words(self, words: str) -> Tensor:
         """Unit vectors (C, D) of all classes behind some plain words, such as "a photo of a"."""

@@ -25,6 +25,11 @@ from torch import Tensor
 from fedprompt.errors import ContractError
 from fedprompt.random_streams import Stream
 
+WITHOUT_BLOCKS = (
+    "backbone.name must be a vision transformer for a method that puts prompts into the image tower, reads its blocks or changes "
+    "its weights, got one without blocks (CLIP's ResNet)"
+)
+
 
 @dataclass(frozen=True)
 class VisionPrompt:

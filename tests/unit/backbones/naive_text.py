@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fedprompt.backbones.text_tower import TextTower
+from fedprompt.backbones.text_tower import PaddedTower, TextTower
 
 Tokenise = Callable[[str], Sequence[int]]
 
@@ -29,7 +29,8 @@ def sentence(tower: TextTower, tokenise: Tokenise, context: Tensor, name: str, p
         "middle": words[:half] + spoken[:inside] + words[half:] + spoken[inside:],
         "front": spoken[:inside] + words + spoken[inside:],
     }[position]
-    return torch.stack([table[tower.start], *order, table[tower.end]])
+    first = [] if tower.start is None else [table[tower.start]]
+    return torch.stack([*first, *order, table[tower.end]])
 
 
 def normed(tower: TextTower, name: str, x: Tensor) -> Tensor:
@@ -80,7 +81,26 @@ def naive_causal(tower: TextTower, rows: Tensor) -> Tensor:
     return projected(tower, normed(tower, "norm", x)[length - 1])
 
 
-def naive_bert(tower: TextTower, rows: Tensor) -> Tensor:
+def naive_padded(tower: TextTower, rows: Tensor) -> Tensor:
+    """SigLIP: padded to all positions, no mask at all, the row of the last position."""
+    assert isinstance(tower, PaddedTower)
+    padding = tower.weights["token.weight"][tower.pad].expand(tower.shape.positions - len(rows), -1)
+    x = torch.cat([rows, padding]) + tower.weights["position.weight"]
+    mask = torch.zeros(len(x), len(x), dtype=x.dtype)
+    for block in range(tower.shape.depth):
+        x = x + attended(tower, block, normed(tower, f"blocks.{block}.norm1", x), mask)
+        x = x + perceptron(tower, block, normed(tower, f"blocks.{block}.norm2", x))
+    return projected(tower, normed(tower, "norm", x)[-1])
+
+
+def naive_first(tower: TextTower, rows: Tensor) -> Tensor:
+    """BERT as BiomedCLIP reads it: the start token."""
+    return naive_bert(tower, rows, lambda x: x[0])
+
+
+def naive_bert(
+    tower: TextTower, rows: Tensor, read: Callable[[Tensor], Tensor] = lambda x: x.sum(0) / len(x)
+) -> Tensor:
     """BERT: padded to all positions, padding hidden from everybody, the mean over the sentence."""
     length, positions = len(rows), tower.shape.positions
     x = torch.cat([rows, rows.new_ones(positions - length, rows.shape[1])]) + tower.weights["position.weight"]
@@ -90,7 +110,7 @@ def naive_bert(tower: TextTower, rows: Tensor) -> Tensor:
     for block in range(tower.shape.depth):
         x = normed(tower, f"blocks.{block}.norm1", x + attended(tower, block, x, mask))
         x = normed(tower, f"blocks.{block}.norm2", x + perceptron(tower, block, x))
-    return projected(tower, x[:length].sum(0) / length)
+    return projected(tower, read(x[:length]))
 
 
 def naive_encode(

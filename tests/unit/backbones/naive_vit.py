@@ -24,6 +24,8 @@ def naive_block(vit: ViT, index: int, x: Tensor) -> Tensor:
 
     projected = norm("norm1", x) @ w["attention.in.weight"].T + w["attention.in.bias"]
     q, k, v = (part.reshape(batch, rows, heads, -1).transpose(1, 2) for part in projected.chunk(3, dim=-1))
+    if vit.shape.rope_base is not None:
+        q, k = turned(vit, q), turned(vit, k)
     attention = torch.softmax(q @ k.transpose(2, 3) / (width // heads) ** 0.5, dim=-1)
     mixed = (attention @ v).transpose(1, 2).reshape(batch, rows, width)
     x = x + (mixed @ w["attention.out.weight"].T + w["attention.out.bias"]) * w.get("scale1", 1.0)
@@ -38,10 +40,34 @@ def naive_block(vit: ViT, index: int, x: Tensor) -> Tensor:
     return x + (hidden @ w["mlp.out.weight"].T + w["mlp.out.bias"]) * w.get("scale2", 1.0)
 
 
+def turned(vit: ViT, rows: Tensor) -> Tensor:
+    """The patches are the last rows of (B, h, R, d / h); a number of the first half and its partner turn as a complex number."""
+    others, patches = rows[:, :, : -vit.shape.patches], rows[:, :, -vit.shape.patches :]
+    cosine, sine = vit.weights["rotation"][:, -vit.shape.patches :].chunk(2, dim=-1)[0]
+    complex_rows = torch.complex(*patches.chunk(2, dim=-1)) * torch.complex(cosine, sine)
+    return torch.cat([others, torch.cat([complex_rows.real, complex_rows.imag], dim=-1)], dim=2)
+
+
+def naive_pool(vit: ViT, rows: Tensor) -> Tensor:
+    """One vector per image through torch's own attention."""
+    w, (width, hidden) = vit.weights, (vit.shape.width, vit.shape.mlp_width)
+    attention = torch.nn.MultiheadAttention(width, vit.shape.heads, batch_first=True, dtype=rows.dtype)
+    names = {"in_proj_weight": "in.weight", "in_proj_bias": "in.bias"}
+    names |= {"out_proj.weight": "out.weight", "out_proj.bias": "out.bias"}
+    attention.load_state_dict({theirs: w[f"pool.attention.{ours}"] for theirs, ours in names.items()})
+    x = attention(w["pool.probe"].expand(len(rows), 1, -1), rows, rows)[0][:, 0]
+    inside = torch.nn.functional.layer_norm(x, (width,), w["pool.norm.weight"], w["pool.norm.bias"], vit.shape.norm_eps)
+    inside = inside @ w["pool.mlp.in.weight"].T + w["pool.mlp.in.bias"]
+    assert inside.shape[-1] == hidden
+    inside = 0.5 * inside * (1 + torch.erf(inside / 2**0.5))
+    return x + inside @ w["pool.mlp.out.weight"].T + w["pool.mlp.out.bias"]
+
+
 def naive_run(vit: ViT, tokens: Tensor, prompts: list[VisionPrompt]) -> tuple[dict[str, Tensor], list[int]]:
     """All reads, and the sequence length at every block."""
     batch, _, width = tokens.shape
-    cls, rest = tokens[:, :1], tokens[:, 1:]
+    ahead = 1 if vit.shape.has_cls else 0
+    cls, rest = tokens[:, :ahead], tokens[:, ahead:]
     slots = [tokens.new_zeros(batch, 0, width) for _ in prompts]
     lengths = []
     for block in range(vit.shape.depth):
@@ -59,10 +85,14 @@ def naive_run(vit: ViT, tokens: Tensor, prompts: list[VisionPrompt]) -> tuple[di
         x = torch.cat([cls, *slots, rest], dim=1)
         lengths.append(x.shape[1])
         x = naive_block(vit, block, x)
-        cls, *slots, rest = x.split([1, *(slot.shape[1] for slot in slots), rest.shape[1]], dim=1)
+        cls, *slots, rest = x.split([ahead, *(slot.shape[1] for slot in slots), rest.shape[1]], dim=1)
     slots = [s[:, :0] if p.after == "drop" else s for s, p in zip(slots, prompts, strict=True)]
     norm = torch.nn.functional.layer_norm
     final = (vit.weights["norm.weight"], vit.weights["norm.bias"], vit.shape.norm_eps)
     rows = {"cls": cls, "patches": rest[:, vit.shape.extra_tokens :], "prompts": torch.cat([cls[:, :0], *slots], 1)}
     seen = {name: norm(value, (width,), *final) for name, value in rows.items()}
-    return seen | {"cls": seen["cls"][:, 0]}, lengths
+    if vit.shape.has_cls:
+        return seen | {"cls": seen["cls"][:, 0]}, lengths
+    alone = [naive_pool(vit, seen["patches"][:, m : m + 1]) for m in range(vit.shape.patches)]
+    whole = naive_pool(vit, torch.cat([seen["patches"], seen["prompts"]], 1))
+    return seen | {"cls": whole, "patches": torch.stack(alone, 1)}, lengths

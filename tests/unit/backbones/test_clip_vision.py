@@ -270,7 +270,7 @@ def test_a_tensor_clip_does_not_have_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        ("hidden_act", "relu", "hidden_act must be one of gelu, quick_gelu, got 'relu'"),
+        ("hidden_act", "relu", "hidden_act must be one of gelu, quick_gelu, gelu_pytorch_tanh, got 'relu'"),
         ("num_channels", 1, "num_channels must be 3, got 1"),
         ("image_size", None, "image_size must be one side in pixels, or two equal ones, got None"),
         ("image_size", [16, 8], "image_size must be one side in pixels, or two equal ones, got"),

@@ -12,13 +12,21 @@ from support import seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from unit.backbones.naive_text import naive_bert, naive_causal, naive_encode
+from unit.backbones.naive_text import naive_bert, naive_causal, naive_encode, naive_first, naive_padded
 
 from fedprompt.backbones import text_tower
 from fedprompt.backbones.clip import byte_tokenizer
 from fedprompt.backbones.projection import Projection, projection
 from fedprompt.backbones.random_weights import random_tensors
-from fedprompt.backbones.text_tower import BidirectionalTower, CausalTower, TextShape, TextTower, text_tensor_shapes
+from fedprompt.backbones.text_tower import (
+    BidirectionalTower,
+    CausalTower,
+    FirstTokenTower,
+    PaddedTower,
+    TextShape,
+    TextTower,
+    text_tensor_shapes,
+)
 from fedprompt.errors import BackboneError, ConfigError, ContractError
 from fedprompt.modules.contexts import random_context
 
@@ -28,16 +36,20 @@ POSITIONS = ("end", "middle", "front")
 NAMES = ("cat", "golden_retriever", "ox", "old (rare)", "emu")  # lengths in no order, and two alike
 SHAPE = TextShape(width=16, depth=3, heads=2, mlp_width=24, vocabulary=514, positions=40, norm_eps=1e-5)
 FEATURES = 12
-READERS = {"clip": naive_causal, "bert": naive_bert}
+READERS = {"clip": naive_causal, "bert": naive_bert, "first": naive_first, "padded": naive_padded}
 
 
 def random_tower(kind: str = "clip", dtype: torch.dtype = torch.float64, **changes: Any) -> TextTower:
     shape = dataclasses.replace(SHAPE, **changes)
-    sizes = text_tensor_shapes(shape, outer_norm="norm" if kind == "clip" else "embedding_norm")
+    sizes = text_tensor_shapes(shape, outer_norm="norm" if kind in ("clip", "padded") else "embedding_norm")
     tensors = random_tensors({**sizes, "into.weight": (FEATURES, shape.width)}, seed=3)
     weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     into = Projection({"linear.weight": weights.pop("into.weight")})
-    return {"clip": CausalTower, "bert": BidirectionalTower}[kind](shape, weights, *byte_tokenizer(), into)
+    if kind == "padded":
+        words, _, end = byte_tokenizer()
+        return PaddedTower(shape, weights, words, None, end, into, pad=7)
+    towers = {"clip": CausalTower, "bert": BidirectionalTower, "first": FirstTokenTower}
+    return towers[kind](shape, weights, *byte_tokenizer(), into)
 
 
 def random_contexts(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -62,7 +74,7 @@ def check_against_naive(tower: TextTower, kind: str, contexts: Tensor, position:
 # equal to the naive way
 
 
-@pytest.mark.parametrize("kind", ["clip", "bert"])
+@pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("specific", [False, True], ids=["generic", "class-specific"])

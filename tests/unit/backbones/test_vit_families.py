@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from naive import as_tensor
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fedprompt.backbones import load_backbone
-from fedprompt.backbones.vit import ViT
+from fedprompt.backbones.vit import READS, ViT
 from fedprompt.config import BackboneConfig
+from fedprompt.modules.insertion import VisionPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -33,6 +35,16 @@ FAMILIES = {
         transformers.Dinov2WithRegistersConfig,
         transformers.Dinov2WithRegistersModel,
         {"mlp_ratio": 2, "num_register_tokens": 4},
+    ),
+    "dinov3": (
+        transformers.DINOv3ViTConfig,
+        transformers.DINOv3ViTModel,
+        {"intermediate_size": 48, "num_register_tokens": 4},
+    ),
+    "dinov3 swiglu": (
+        transformers.DINOv3ViTConfig,
+        transformers.DINOv3ViTModel,
+        {"intermediate_size": 48, "use_gated_mlp": True, "hidden_act": "silu", "key_bias": True},
     ),
 }
 
@@ -57,7 +69,7 @@ def saved(model: torch.nn.Module, folder: Path, **options: str) -> Path:
 
 def reference(model: torch.nn.Module, images: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     body = getattr(model, "vit", model)
-    resize = {} if "dinov2" in model.config.model_type else {"interpolate_pos_encoding": True}
+    resize = {} if "dino" in model.config.model_type else {"interpolate_pos_encoding": True}
     with torch.no_grad():
         output = body(images, output_hidden_states=True, **resize)
     return output.last_hidden_state, output.hidden_states
@@ -92,7 +104,32 @@ def test_block_inputs_equal_the_hidden_states_of_transformers(tmp_path, family):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "extra"), [("vit", 0), ("deit", 1), ("dinov2", 0), ("registers", 4)])
+def test_prompts_stand_without_a_place_in_a_dinov3(tmp_path):
+    """`transformers` turns the last rows only, those of the patches; so rows may be inserted behind CLS."""
+    model = random_model("dinov3").double()
+    vit = load_backbone(
+        BackboneConfig(name=str(saved(model.float(), tmp_path)), dtype="float64", image_size=28), tmp_path
+    )
+    images = random_images(28).double()
+    blocks = (0, 2)
+    tokens = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    model.double()
+    with torch.no_grad():
+        rows, places = model.embeddings(images), model.rope_embeddings(images)
+        for block, layer in enumerate(model.model.layer):
+            if block in blocks:
+                held = 3 * (block > 0)
+                fresh = tokens[blocks.index(block)].expand(2, -1, -1)
+                rows = torch.cat([rows[:, :1], fresh, rows[:, 1 + held :]], dim=1)
+            rows = as_tensor(layer(rows, position_embeddings=places))
+        expected = model.norm(rows)
+    found = vit.run(vit.embed(images), [VisionPrompt(tokens, blocks)], READS)
+    torch.testing.assert_close(found["cls"], expected[:, 0], rtol=0, atol=1e-6)  # its angles are in single precision
+    torch.testing.assert_close(found["prompts"], expected[:, 1:4], rtol=0, atol=1e-6)
+    torch.testing.assert_close(found["patches"], expected[:, 8:], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "extra"), [("vit", 0), ("deit", 1), ("dinov2", 0), ("registers", 4), ("dinov3", 4)])
 def test_extra_tokens_stand_between_cls_and_patches(tmp_path, family, extra):
     vit = loaded(saved(random_model(family), tmp_path))
     assert vit.shape.extra_tokens == extra

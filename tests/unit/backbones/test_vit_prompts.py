@@ -21,6 +21,8 @@ SHAPES = {
     "registers": ViTShape(WIDTH, DEPTH, 4, 24, patch=4, image_size=8, extra_tokens=2, layer_scale=True),
     "swiglu": ViTShape(WIDTH, DEPTH, 2, 24, patch=4, image_size=8, layer_scale=True, mlp="swiglu"),
     "clip": ViTShape(WIDTH, DEPTH, 2, 24, patch=4, image_size=8, activation="quick_gelu", ln_pre=True),
+    "rotary": ViTShape(WIDTH, DEPTH, 2, 24, patch=4, image_size=8, extra_tokens=2, layer_scale=True, rope_base=100.0),
+    "pooled": ViTShape(WIDTH, DEPTH, 2, 24, patch=4, image_size=8, pooling="attention"),
 }
 STYLES = {
     "shallow": [((0,), "replace", "carry")],

@@ -91,4 +91,4 @@ def precise(tensor: Tensor) -> Tensor:
 
 def similarity(world: World, image: Tensor, text: Tensor) -> Tensor:
     """Logits (B, C) of images (B, D) and classes (C, D), in at least float32."""
-    return world.text.scale * precise(image) @ precise(text).T
+    return world.text.scale * precise(image) @ precise(text).T + world.text.bias
