@@ -17,7 +17,9 @@ import fedprompt
 from fedprompt.core.registry import field_docstrings
 
 SECTIONS = {
-    "Run and use": ("Experiment", "Config", "Run", "TrainedClient", "Observer", "errors"),
+    "Run and use": (
+        *("Experiment", "Config", "Run", "load_run", "compare", "plot", "TrainedClient", "Observer", "errors"),
+    ),
     "Write a method": (
         *("Method", "World", "Roles", "Statistic", "Batch", "Prompts", "VisionPrompt", "TextContext", "Seen", "Stage"),
         *("Client", "Progress", "Server", "Upload", "Combine", "Mixture", "WithHead", "WithText", "WithLocal"),

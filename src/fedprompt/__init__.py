@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from fedprompt.modules.contexts import TextContext
     from fedprompt.modules.insertion import VisionPrompt
     from fedprompt.random_streams import Stream
-    from fedprompt.runs.run import Run
+    from fedprompt.report.in_notebook import compare, plot
+    from fedprompt.runs.run import Run, load_run
     from fedprompt.tensors import Tensors
 
 __version__ = "0.1.0"
@@ -61,6 +62,9 @@ _HOMES = {
     "Experiment": "experiment",
     "Config": "config",
     "Run": "runs.run",
+    "load_run": "runs.run",
+    "compare": "report.in_notebook",
+    "plot": "report.in_notebook",
     "TrainedClient": "inference.trained_client",
     "Observer": "federation.observer",
     "Method": "core.method",
@@ -132,8 +136,11 @@ __all__ = [
     "WithText",
     "World",
     "__version__",
+    "compare",
     "errors",
     "load_backbone",
+    "load_run",
+    "plot",
     "register",
     "register_aggregator",
     "register_backbone",

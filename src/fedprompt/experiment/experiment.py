@@ -28,6 +28,7 @@ from fedprompt.engines.remote.protocol import Setting
 from fedprompt.engines.remote.remote_engine import Transport, remote_engine
 from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.evaluation.final_test import tests_at_the_end
+from fedprompt.experiment.progress import fitting_progress, is_interactive
 from fedprompt.experiment.run_file import open_store, refuse_another_run, run_id
 from fedprompt.federation.aggregate import rule
 from fedprompt.federation.loop import Engine, Federation
@@ -35,7 +36,7 @@ from fedprompt.federation.observer import Observer
 from fedprompt.privacy.budget import settled
 from fedprompt.privacy.mechanism import as_sent
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import RunStore
+from fedprompt.runs.store import FILE, RunStore
 
 MakeEngine = Callable[[ClientRuntime, RunStore, list[str]], Engine]
 
@@ -68,24 +69,38 @@ class Experiment:
     def run(self, resume: bool = False, observer: Observer | None = None, test: bool = True) -> Run:
         """Train until the last round. With `resume`, go on after the last committed round of the same config.
 
+        Without an observer, progress is shown in a notebook and on a terminal; `Observer()` is silent. Where someone types
+        the code, in a notebook or at a prompt, an interrupt gives the run with the rounds that are finished so far.
         Without `test`, the tests after the last round are left out: where rounds are evaluated on validation images, no
         test image is read.
         """
-        config, observer = self.config, observer or Observer()
+        if observer is None:
+            with fitting_progress() as progress:
+                return self.run(resume, progress, test)
+        config = self.config
         if config.engine.kind == "flower":
             raise ConfigError(broken("engine.kind", "be run by `fedprompt federate run`: clients are sites", "flower"))
         refuse_another_run(config, resume)
         if config.output.threads:
             torch.set_num_threads(config.output.threads)
-        if config.engine.kind == "flower-simulation":
-            self._simulate(observer)
-        else:
-            if config.engine.workers:
-                self._require_own_method("engine.workers", "0", config.engine.workers)
-            with kinds.opener(config)() as make:
-                prepared = self.factory.prepare()
-                self._run(lambda runtime, store, ground: make(runtime, ground), prepared, observer, test)
+        try:
+            self._train(observer, test)
+        except KeyboardInterrupt:
+            if not (is_interactive() and (config.run_directory / FILE).exists()):
+                raise
+            observer.noted("interrupted: here are the rounds that are finished; run(resume=True) continues")
         return Run(config.run_directory)
+
+    def _train(self, observer: Observer, test: bool) -> None:
+        """Every round that is still missing, with clients where the engine has them."""
+        if self.config.engine.kind == "flower-simulation":
+            self._simulate(observer)
+            return
+        if self.config.engine.workers:
+            self._require_own_method("engine.workers", "0", self.config.engine.workers)
+        with kinds.opener(self.config)() as make:
+            prepared = self.factory.prepare()
+            self._run(lambda runtime, store, ground: make(runtime, ground), prepared, observer, test)
 
     def run_remotely(self, prepared: Prepared, observer: Observer, post: Transport) -> None:
         """Every round that is still missing, with clients that are reached by post."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.vit import ViT
-from fedprompt.errors import ConfigError, DataError, RunError, StorageError, broken
+from fedprompt.errors import ConfigError, DataError, RunError, StorageError, argument, broken
 from fedprompt.inference.model_card import facts, readme
 from fedprompt.inference.static_prompts import SAME, Agreement, Constant, constant, projection_of
 from fedprompt.inference.trained_client import TrainedClient
@@ -54,7 +54,7 @@ def export(
         raise ConfigError(
             f"{client.config.label} has no exact export: {'; '.join(fixed.replaced) or 'rounding'}. On {agreement.on} such a "
             f"model agrees with the client's own on the class of {agreement.same_class:.1%} of {agreement.images} images; "
-            "--approximate writes it anyway"
+            f"{argument('approximate=True', '--approximate')} writes it anyway"
         )
     tensors, read = handed(fixed, client.backbone)
     described = describe(client, fixed, agreement, exact, read, with_backbone)
@@ -239,4 +239,6 @@ def _dump(path: Path, values: Mapping[str, Any]) -> None:
 
 def _require_new(folder: Path) -> None:
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise ConfigError(broken("--output", "be a folder that does not exist yet, or an empty one", str(folder)))
+        raise ConfigError(
+            broken(argument("folder", "--output"), "be a folder that does not exist yet, or an empty one", str(folder))
+        )

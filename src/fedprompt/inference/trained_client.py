@@ -1,8 +1,8 @@
 """The model of one client after a run, ready to predict: three lines from a run directory to probabilities.
 
-from fedprompt.inference.trained_client import TrainedClient
+from fedprompt import TrainedClient
 client = TrainedClient.open("runs/demo", "client_0")
-print(client.probabilities(["cat.jpg"]))
+print(client.predict("cat.jpg").labels)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -40,11 +41,18 @@ class Prediction:
 
     draws: Tensor
     """(V, B, C) in float64: class probabilities of every draw; V is 1 for prompts that are not random."""
+    class_names: tuple[str, ...] = ()
+    """The C classes."""
 
     @property
     def probabilities(self) -> Tensor:
         """(B, C): the mean over the draws, which is the prediction."""
         return self.draws.mean(0)
+
+    @property
+    def labels(self) -> list[str]:
+        """The most likely class of each image."""
+        return [self.class_names[number] for number in self.probabilities.argmax(-1).tolist()]
 
     @property
     def entropy(self) -> Tensor:
@@ -130,17 +138,18 @@ class TrainedClient:
         """Images per batch, as in an evaluation."""
         return self.config.federation.evaluation_batch
 
-    def probabilities(self, pictures: np.ndarray | Sequence[Picture]) -> Tensor:
+    def probabilities(self, pictures: Picture | Sequence[Picture]) -> Tensor:
         """Class probabilities (B, C) of some images."""
         return self.predict(pictures).probabilities
 
-    def predict(self, pictures: np.ndarray | Sequence[Picture], generator: Stream | None = None) -> Prediction:
-        """The client's predictions for images: pixels (B, S, S, 3) of the backbone's size, or pictures of any size.
+    def predict(self, pictures: Picture | Sequence[Picture], generator: Stream | None = None) -> Prediction:
+        """The client's predictions for one picture or several (files, images, arrays), or for pixels (B, S, S, 3) of the
+        backbone's size.
 
         Random draws of a Bayesian prompt come from `generator`; a new one of `stream()` unless given. The client's test
         images in their order give exactly the numbers of the run's evaluation.
         """
-        pixels = pictures if isinstance(pictures, np.ndarray) else self.pixels(pictures)
+        pixels = pictures if is_pixels(pictures) else self.pixels(as_list(pictures))
         generator = generator or self.stream()
         draws = []
         with torch.no_grad():
@@ -154,7 +163,7 @@ class TrainedClient:
         found = torch.cat(draws, dim=1).to("cpu", torch.float64)
         if not found.isfinite().all():
             raise DivergenceError(f"predictions of client {self.name!r} must be finite, got NaN or infinity")
-        return Prediction(found)
+        return Prediction(found, self.class_names)
 
     def pixels(self, pictures: Iterable[Picture]) -> np.ndarray:
         """Pictures as pixels (B, S, S, 3) uint8, resized as in the run."""
@@ -182,6 +191,15 @@ class TrainedClient:
     def stream(self) -> Stream:
         """A new generator with the random draws of this client's evaluation in the last round."""
         return stream(self.config.seed, self.round, self.index, "evaluation")
+
+
+def is_pixels(pictures: Picture | Sequence[Picture]) -> TypeGuard[np.ndarray]:
+    """Whether these are several images as one array."""
+    return isinstance(pictures, np.ndarray) and pictures.ndim == 4
+
+
+def as_list(pictures: Picture | Sequence[Picture]) -> Sequence[Picture]:
+    return [pictures] if isinstance(pictures, str | Path | Image.Image | np.ndarray) else pictures
 
 
 def _decoded(picture: Picture) -> Image.Image:

@@ -226,7 +226,7 @@ def test_a_resumed_run_finds_its_sites_again(files: dict[str, Path], post: SiteR
     experiment = SitesExperiment(config(tmp_path, federation=federation))
     with pytest.raises(Stopped):
         experiment.federate(post, observer=StopAfter(1))
-    with pytest.raises(RunError, match="exists already; continue it with --resume"):
+    with pytest.raises(RunError, match="exists already; continue it with resume=True"):
         SitesExperiment(config(tmp_path, federation=federation)).federate(post)
     stranger = Site("stranger", str(files["client_0"]), tmp_path / "stranger")
     again = SiteRecorder({**sites_with(files, tmp_path / "sites"), "stranger": stranger})

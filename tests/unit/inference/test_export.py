@@ -236,7 +236,7 @@ class TestApproximation:
         return dataclasses.replace(client, params={**client.params, **grown})
 
     def test_must_be_asked_for(self, mixed: TrainedClient, tmp_path: Path) -> None:
-        rule = r"has no exact export: prompts are the mean over 20 images of the client\. On its test images .*--approximate"
+        rule = r"has no exact export: prompts are the mean over 20 images of the client\. On its test images .*approximate=True"
         with pytest.raises(ConfigError, match=rule):
             export(mixed, tmp_path / "exported")
         assert not (tmp_path / "exported").exists()
@@ -251,9 +251,7 @@ class TestApproximation:
 class TestRefusals:
     def test_a_folder_that_is_not_empty(self, client: TrainedClient, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(
-            ConfigError, match="--output must be a folder that does not exist yet, or an empty one, got"
-        ):
+        with pytest.raises(ConfigError, match="^folder must be a folder that does not exist yet, or an empty one, got"):
             export(client, tmp_path)
         assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
