@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from fedprompt.metrics.scoring import entropy
 from fedprompt.random_streams import Stream, stream
 from fedprompt.runs.run import Run
 from fedprompt.tensors import Tensors
+
+if TYPE_CHECKING:
+    from fedprompt.inference.exported_client import ExportedClient
 
 Picture = str | Path | Image.Image | np.ndarray  # a file, a decoded image, or an array (H, W, 3) of uint8
 
@@ -107,6 +110,60 @@ class TrainedClient:
         params = opened.fitted(index, opened.bank(labelled), opened.states(state))
         return cls(opened, opened.world, index, params)
 
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        include_local: bool = False,
+        with_backbone: bool = True,
+        approximate: bool = False,
+    ) -> dict[str, Any]:
+        """Write the client to a new folder that works without fedprompt, and return its card; see docs/export.md.
+
+        What never left the client, such as its own head, is written only with `include_local`; without that, a client
+        that predicts with it is refused.
+        """
+        from fedprompt.inference import hub
+
+        return hub.save_pretrained(self, folder, include_local, with_backbone, approximate)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        include_local: bool = False,
+        with_backbone: bool = True,
+        approximate: bool = False,
+        private: bool = True,
+        token: str | None = None,
+    ) -> str:
+        """Upload the same files to a repository of the Hugging Face hub, a private one unless stated otherwise."""
+        from fedprompt.inference import hub
+
+        options = {"include_local": include_local, "with_backbone": with_backbone, "approximate": approximate}
+        return hub.push_to_hub(self, repo_id, private, token, **options)
+
+    @staticmethod
+    def from_pretrained(
+        name_or_folder: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        backbone: str | Path | None = None,
+    ) -> ExportedClient:
+        """A client from an exported folder or from the hub, to predict with; `backbone` is needed where it was left out.
+
+        Only data is read, no code.
+        """
+        from fedprompt.inference import hub
+
+        return hub.from_pretrained(name_or_folder, revision, token, backbone)
+
+    def described(self) -> dict[str, Any]:
+        """Where predictions come from, for files of them."""
+        said = {"run": self.opened.run.name, "client": self.name, "round": self.round}
+        return {**said, "method": self.config.label, "classes": list(self.class_names)}
+
     @property
     def name(self) -> str:
         return self.world.client_names[self.index]
@@ -132,6 +189,11 @@ class TrainedClient:
     def round(self) -> int:
         """The round of the server's tensors."""
         return self.opened.round
+
+    @property
+    def cache(self) -> Path:
+        """The folder for caches."""
+        return self.opened.factory.cache
 
     @property
     def batch_size(self) -> int:
@@ -168,7 +230,7 @@ class TrainedClient:
     def pixels(self, pictures: Iterable[Picture]) -> np.ndarray:
         """Pictures as pixels (B, S, S, 3) uint8, resized as in the run."""
         size, resize = self.backbone.shape.image_size, self.config.data.resize
-        found = [resized(_decoded(picture), size, resize) for picture in pictures]
+        found = [resized(decoded(picture), size, resize) for picture in pictures]
         return np.stack(found) if found else np.empty((0, size, size, 3), dtype=np.uint8)
 
     def images(self, pixels: np.ndarray) -> Images:
@@ -202,7 +264,7 @@ def as_list(pictures: Picture | Sequence[Picture]) -> Sequence[Picture]:
     return [pictures] if isinstance(pictures, str | Path | Image.Image | np.ndarray) else pictures
 
 
-def _decoded(picture: Picture) -> Image.Image:
+def decoded(picture: Picture) -> Image.Image:
     if isinstance(picture, Image.Image):
         return to_rgb(picture)
     if isinstance(picture, np.ndarray):
