@@ -27,9 +27,18 @@ SECTIONS = {
     ),
     "Add names": (
         *("register", "register_variant", "register_aggregator", "register_source", "register_partition"),
-        *("register_backbone", "register_engine"),
+        *("register_backbone", "register_engine", "register_tracker"),
     ),
-    "What plugins build on": ("Source", "Supply", "load_backbone", "Engine", "InProcess", "LocalUpdate"),
+    "What plugins build on": (
+        "Source",
+        "Supply",
+        "load_backbone",
+        "Engine",
+        "InProcess",
+        "LocalUpdate",
+        "Tracker",
+        "Tracked",
+    ),
 }
 HEAD = """# Reference
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fedprompt.engines.in_process import InProcess
     from fedprompt.engines.kinds import register_engine
     from fedprompt.experiment import Experiment
+    from fedprompt.experiment.tracking import Tracked, Tracker, register_tracker
     from fedprompt.federation.aggregate import register_aggregator
     from fedprompt.federation.loop import Engine
     from fedprompt.federation.observer import Observer
@@ -101,6 +102,9 @@ _HOMES = {
     "register_partition": "data.partition.divide",
     "register_backbone": "backbones.load",
     "register_engine": "engines.kinds",
+    "register_tracker": "experiment.tracking",
+    "Tracker": "experiment.tracking",
+    "Tracked": "experiment.tracking",
 }
 
 __all__ = [
@@ -128,6 +132,8 @@ __all__ = [
     "Supply",
     "Tensors",
     "TextContext",
+    "Tracked",
+    "Tracker",
     "TrainedClient",
     "Upload",
     "VisionPrompt",
@@ -147,6 +153,7 @@ __all__ = [
     "register_engine",
     "register_partition",
     "register_source",
+    "register_tracker",
     "register_variant",
 ]
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import pandas
 
     from fedprompt.runs.run import Run
+    from fedprompt.runs.store import RoundRecord
 
 FIGURES = ("nll", "entropy", "mutual_information")  # of a client, sums over its images
 
@@ -38,20 +39,9 @@ def require_pandas() -> Any:
 def frames(run: Run) -> Frames:
     """What `run.db` holds of rounds, clients and events."""
     pandas, names, records = require_pandas(), run.clients, run.rounds()
-    rounds = [
-        {
-            "round": record.round,
-            "cohort": len(record.cohort),
-            "loss": record.loss,
-            "bytes_down": record.bytes_down,
-            "bytes_up": record.bytes_up,
-            "seconds": sum(record.seconds.values()),
-            **_flat(record.summary or {}),
-        }
-        for record in records
-    ]
+    rounds = [round_values(record) for record in records]
     clients = [
-        {"round": record.round, "client": names[client], **_of_client(result)}
+        {"round": record.round, "client": names[client], **client_values(result)}
         for record in records
         if record.summary is not None
         for client, result in sorted(run.evaluations(record.round).items())
@@ -67,7 +57,21 @@ def frames(run: Run) -> Frames:
     )
 
 
-def _of_client(result: Mapping[str, Any]) -> dict[str, Any]:
+def round_values(record: RoundRecord) -> dict[str, Any]:
+    """The numbers of a round, by name."""
+    return {
+        "round": record.round,
+        "cohort": len(record.cohort),
+        "loss": record.loss,
+        "bytes_down": record.bytes_down,
+        "bytes_up": record.bytes_up,
+        "seconds": sum(record.seconds.values()),
+        **_flat(record.summary or {}),
+    }
+
+
+def client_values(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of one client in one evaluation, by name."""
     samples = result["samples"]
     means = {name: result[name] / samples for name in FIGURES if result.get(name) is not None}
     domains = {f"domains.{name}": correct / count for name, (count, correct) in result["domains"].items()}

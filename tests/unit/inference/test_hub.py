@@ -116,12 +116,12 @@ class TestAFolder:
         card = json.loads((place / "client.json").read_text())
         card["backbone"]["class"] = "pipeline"
         (place / "client.json").write_text(json.dumps(card))
-        with pytest.raises(RunError, match="the backbone must be one of ViTModel, .*, got 'pipeline'"):
+        with pytest.raises(RunError, match=r"the backbone must be one of ViTModel, .*, got 'pipeline'"):
             TrainedClient.from_pretrained(place)
 
     def test_without_its_backbone_needs_one(self, common: TrainedClient, folder: Path, tmp_path: Path) -> None:
         common.save_pretrained(tmp_path / "client", with_backbone=False)
-        with pytest.raises(RunError, match="backbone must be given: .* was exported without it"):
+        with pytest.raises(RunError, match=r"backbone must be given: .* was exported without it"):
             TrainedClient.from_pretrained(tmp_path / "client")
         found = TrainedClient.from_pretrained(tmp_path / "client", backbone=folder / "backbone")
         assert found.class_names == common.class_names
