@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,22 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/export.md").read_text()
-PLAIN, DUAL = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-SETTING_UP = PLAIN[: PLAIN.index("with torch.no_grad():")]
+PLAIN = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)[0]
 
 
-def documented_logits(folder: Path, image: Image.Image, dual: bool = False, code: str | None = None) -> Tensor:
+def documented_logits(folder: Path, image: Image.Image, code: str = PLAIN) -> Tensor:
     """Logits (C,) of an image by the code of the page, which finds `exported/` and `image.png` where it is run."""
     image.save(folder / "image.png")
     names: dict[str, Any] = {}
-    before = Path.cwd()
+    before, path = Path.cwd(), [*sys.path]
     os.chdir(folder)
+    sys.modules.pop("load_client", None)
     try:
-        exec(code or (SETTING_UP + DUAL if dual else PLAIN), names)
+        exec(code, names)
     finally:
         os.chdir(before)
+        sys.path[:] = path
+        sys.modules.pop("load_client", None)
     logits: Tensor = names["logits"][0]
     return logits
 

@@ -17,7 +17,9 @@ import fedprompt
 from fedprompt.core.registry import field_docstrings
 
 SECTIONS = {
-    "Run and use": ("Experiment", "Config", "Run", "TrainedClient", "Observer", "errors"),
+    "Run and use": (
+        *("Experiment", "Config", "Run", "load_run", "compare", "plot", "TrainedClient", "Observer", "errors"),
+    ),
     "Write a method": (
         *("Method", "World", "Roles", "Statistic", "Batch", "Prompts", "VisionPrompt", "TextContext", "Seen", "Stage"),
         *("Client", "Progress", "Server", "Upload", "Combine", "Mixture", "WithHead", "WithText", "WithLocal"),
@@ -25,9 +27,18 @@ SECTIONS = {
     ),
     "Add names": (
         *("register", "register_variant", "register_aggregator", "register_source", "register_partition"),
-        *("register_backbone", "register_engine"),
+        *("register_backbone", "register_engine", "register_tracker"),
     ),
-    "What plugins build on": ("Source", "Supply", "load_backbone", "Engine", "InProcess", "LocalUpdate"),
+    "What plugins build on": (
+        "Source",
+        "Supply",
+        "load_backbone",
+        "Engine",
+        "InProcess",
+        "LocalUpdate",
+        "Tracker",
+        "Tracked",
+    ),
 }
 HEAD = """# Reference
 

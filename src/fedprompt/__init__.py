@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fedprompt.engines.in_process import InProcess
     from fedprompt.engines.kinds import register_engine
     from fedprompt.experiment import Experiment
+    from fedprompt.experiment.tracking import Tracked, Tracker, register_tracker
     from fedprompt.federation.aggregate import register_aggregator
     from fedprompt.federation.loop import Engine
     from fedprompt.federation.observer import Observer
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
     from fedprompt.modules.contexts import TextContext
     from fedprompt.modules.insertion import VisionPrompt
     from fedprompt.random_streams import Stream
-    from fedprompt.runs.run import Run
+    from fedprompt.report.in_notebook import compare, plot
+    from fedprompt.runs.run import Run, load_run
     from fedprompt.tensors import Tensors
 
 __version__ = "0.1.0"
@@ -61,6 +63,9 @@ _HOMES = {
     "Experiment": "experiment",
     "Config": "config",
     "Run": "runs.run",
+    "load_run": "runs.run",
+    "compare": "report.in_notebook",
+    "plot": "report.in_notebook",
     "TrainedClient": "inference.trained_client",
     "Observer": "federation.observer",
     "Method": "core.method",
@@ -97,6 +102,9 @@ _HOMES = {
     "register_partition": "data.partition.divide",
     "register_backbone": "backbones.load",
     "register_engine": "engines.kinds",
+    "register_tracker": "experiment.tracking",
+    "Tracker": "experiment.tracking",
+    "Tracked": "experiment.tracking",
 }
 
 __all__ = [
@@ -124,6 +132,8 @@ __all__ = [
     "Supply",
     "Tensors",
     "TextContext",
+    "Tracked",
+    "Tracker",
     "TrainedClient",
     "Upload",
     "VisionPrompt",
@@ -132,14 +142,18 @@ __all__ = [
     "WithText",
     "World",
     "__version__",
+    "compare",
     "errors",
     "load_backbone",
+    "load_run",
+    "plot",
     "register",
     "register_aggregator",
     "register_backbone",
     "register_engine",
     "register_partition",
     "register_source",
+    "register_tracker",
     "register_variant",
 ]
 

@@ -6,12 +6,14 @@ The command line prints the message alone and exits with the code; `docs/cli.md`
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 
 LONGEST_VALUE = 1000  # characters of a bad value that a message shows
 CLEARLY = 0.1  # by which the likeness of the nearest name exceeds that of the next, which is then not shown
 MOST_COMPARED = 5000  # names that a misspelt one is compared with
+_callers: list[str] = []  # whose words messages use: the command line's while one of its commands runs
 
 
 class FedpromptError(Exception):
@@ -72,6 +74,21 @@ def named(name: str) -> type[FedpromptError] | None:
     """The error of this family that has this name, for those who hear of one from another process."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, FedpromptError) else None
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """Inside, messages name the options of the command line; elsewhere the arguments of Python."""
+    _callers.append("command line")
+    try:
+        yield
+    finally:
+        _callers.pop()
+
+
+def argument(python: str, option: str) -> str:
+    """An argument as its user writes it: `resume=True` in Python, `--resume` on the command line."""
+    return option if _callers else python
 
 
 def broken(field: str, rule: str, value: object) -> str:

@@ -15,7 +15,6 @@ from every_method import CASES
 from PIL import Image
 from support import run
 
-from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.core import registry
 from fedprompt.errors import ConfigError
 from fedprompt.inference.explain import explain
@@ -57,7 +56,7 @@ def test_the_documented_code_gives_fedprompts_own_logits(
     said = export(client, folder, with_backbone=True, approximate=expected == "approximate")
     if expected == "exact":  # where a router or a gate has learned next to nothing, an approximate one may be exact too
         assert said["exact"]
-    found = documented_logits(tmp_path, image, dual=isinstance(client.backbone, DualEncoder))
+    found = documented_logits(tmp_path, image)
     torch.testing.assert_close(found, _own_logits(client, image, said["exact"]), atol=1e-4, rtol=1e-4)
 
 

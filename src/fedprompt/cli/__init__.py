@@ -10,7 +10,7 @@ from typer.core import TyperArgument
 
 from fedprompt import __version__
 from fedprompt.cli import federate, info, models, reproduce, results, site_node, starter, train, tune
-from fedprompt.errors import FedpromptError
+from fedprompt.errors import FedpromptError, command_line
 from fedprompt.io.safe_text import safe_line, safe_text
 
 INTERRUPTED = 130
@@ -74,8 +74,9 @@ def _version(requested: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    context.with_resource(command_line())

@@ -15,6 +15,7 @@ from fedprompt.errors import ConfigError, broken
 from fedprompt.io.safe_text import safe_line
 
 if TYPE_CHECKING:
+    from fedprompt.inference.exported_client import ExportedClient
     from fedprompt.inference.loaded_run import LoadedRun
     from fedprompt.inference.trained_client import TrainedClient
 
@@ -64,16 +65,20 @@ def predict(
     trust_config: TrustConfig = False,
     plugin: Plugins = None,
 ) -> None:
-    """Classify images with the model of one client of a run, or of a new one."""
-    _check_whose(client, adapt, adapted, save, epochs, state)
+    """Classify images with the model of one client of a run, of a new one, or of an exported folder."""
     if not images and save is None:
         raise ConfigError(broken("IMAGE", "be at least one file or folder", []))
     _check_split(split, images or [])
     if sum([as_csv, as_json, output is not None]) > 1:
         raise ConfigError("--csv, --json and --output must not be given together: the suffix of --output decides")
+    from fedprompt.inference.exported_client import is_export
     from fedprompt.inference.prediction_writer import format_of
 
     written_as = "csv" if as_csv else "json" if as_json else "table" if output is None else format_of(output)
+    if is_export(run):
+        _answer(_exported(run, client, weights), images or [], split, top, written_as, output)
+        return
+    _check_whose(client, adapt, adapted, save, epochs, state)
     opened = open_run(run, weights, device, data, trust_config)
     try:
         trained = _whose(opened, client, adapt, adapted, epochs, state)
@@ -85,6 +90,15 @@ def predict(
             _answer(trained, images, split, top, written_as, output)
     finally:
         opened.close()
+
+
+def _exported(folder: Path, client: str | None, weights: Path | None) -> ExportedClient:
+    from fedprompt.inference.exported_client import ExportedClient
+
+    found = ExportedClient.open(folder, weights)
+    if client is not None and client != found.name:
+        raise ConfigError(broken("--client", f"be absent, or {found.name!r}, which was exported", client))
+    return found
 
 
 def open_run(run: Path, weights: Path | None, device: str | None, data: Path | None, trust_config: bool) -> LoadedRun:
@@ -154,7 +168,12 @@ def _check_split(split: str | None, images: list[Path]) -> None:
 
 
 def _answer(
-    trained: TrainedClient, images: list[Path], split: str | None, top: int, written_as: str, output: Path | None
+    trained: TrainedClient | ExportedClient,
+    images: list[Path],
+    split: str | None,
+    top: int,
+    written_as: str,
+    output: Path | None,
 ) -> None:
     """Print or write the predictions; unreadable images end the command with their own error."""
     from fedprompt.inference.input_images import items
@@ -171,7 +190,7 @@ def _answer(
                 print(safe_line(row.error), file=sys.stderr)
             yield row
 
-    pictures = items(images, trained.class_names, trained.opened.factory.cache, split)
+    pictures = items(images, trained.class_names, trained.cache, split)
     rows = counted(predictions(trained, pictures, top))
     lines: Any = {
         "csv": lambda: csv_lines(rows, top),

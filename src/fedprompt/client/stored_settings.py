@@ -12,7 +12,7 @@ from pathlib import Path
 from fedprompt.backbones.catalog import NAMED
 from fedprompt.config import Config, DataConfig, EngineConfig, OutputConfig
 from fedprompt.data.sources.open import NAMED as NAMED_SOURCES
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, argument
 
 
 def settings_here(
@@ -55,10 +55,12 @@ def require_partition(config: Config, run: Path, trust: bool) -> None:
 
 
 def _untrusted(field: str, run: Path, value: str, option: str | None = None) -> ConfigError:
-    otherwise = f", or say yourself where they are with --{option} ({option}= in Python)" if option else ""
+    place = argument(f"{option}=", f"--{option}")
+    otherwise = f", or say yourself where they are with {place}" if option else ""
+    trust = argument("trust_config=True", "--trust-config")
     return ConfigError(
         f"{field} of run {str(run)!r} must be trusted to be used, got {value!r}, which is what the run file says: add "
-        f"--trust-config (trust_config=True in Python) if the run is your own{otherwise}"
+        f"{trust} if the run is your own{otherwise}"
     )
 
 

@@ -62,6 +62,12 @@ ENGINES: Registry[Any] = Registry(
     builtin=("in-process",),
     words=REMOTE_ENGINES,
 )
+TRACKERS: Registry[Any] = Registry(
+    "output.trackers",
+    "fedprompt.trackers",
+    home="fedprompt.experiment.trackers",
+    builtin=("tensorboard", "mlflow", "wandb"),
+)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from fedprompt.config.protection_settings import (
     GuardConfig,
     PrivacyConfig,
 )
-from fedprompt.config.registries import BACKBONES, ENGINES, PARTITIONS, SOURCES, In
+from fedprompt.config.registries import BACKBONES, ENGINES, PARTITIONS, SOURCES, TRACKERS, In
 from fedprompt.config.setting_types import (
     MOST_EPOCHS,
     MOST_ROUNDS,
@@ -262,8 +262,10 @@ class FederationConfig(Grown):
         return self
 
 
-class OutputConfig(Section):
+class OutputConfig(Grown):
     """Where a run is written. Nothing here changes a result, so it is left out of the hash."""
+
+    later: ClassVar[tuple[str, ...]] = ("trackers",)
 
     directory: Location = "runs"
     """Folder in which every run gets a folder of its own."""
@@ -271,6 +273,8 @@ class OutputConfig(Section):
     """Folder for assets, decoded images and features. The user's cache folder when absent."""
     threads: Positive | None = None
     """Number of threads of torch. All cores when absent."""
+    trackers: list[Annotated[str, In(TRACKERS)]] = []
+    """Where the figures of every round go beside the run file: `tensorboard`, `mlflow`, `wandb`."""
 
 
 class EngineConfig(Extensible):

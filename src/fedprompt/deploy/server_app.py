@@ -21,7 +21,7 @@ from fedprompt.deploy.flower_cli import FOLDER
 from fedprompt.deploy.folders import ServerFolder
 from fedprompt.deploy.lockfile import claimant, is_alive
 from fedprompt.engines.flower.transport import SitesByGrid
-from fedprompt.errors import FedpromptError, RunError
+from fedprompt.errors import FedpromptError, RunError, command_line
 from fedprompt.io.bounded_read import strict_json
 from fedprompt.io.safe_text import safe_line
 
@@ -89,6 +89,7 @@ def _federate(grid: Grid, config: str, resume: bool) -> None:
     post = SitesByGrid(grid, engine.deadline, engine.patience, trusting=not folder.secure)
     progress = LiveProgress(Console(file=sys.stdout, force_terminal=False, width=200))
     try:
-        experiment.federate(post, resume, progress)
+        with command_line():  # its errors are read by who gave the command
+            experiment.federate(post, resume, progress)
     finally:
         progress.stop()

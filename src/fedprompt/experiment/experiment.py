@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fedprompt.client.client_states import ClientStates
 from fedprompt.client.factory import ExperimentFactory, Prepared
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.config import Config, config_files
-from fedprompt.config.registries import REMOTE_ENGINES
+from fedprompt.config.registries import REMOTE_ENGINES, TRACKERS
 from fedprompt.core import registry
 from fedprompt.core.method import Method
 from fedprompt.core.roles import Roles
@@ -28,14 +28,17 @@ from fedprompt.engines.remote.protocol import Setting
 from fedprompt.engines.remote.remote_engine import Transport, remote_engine
 from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.evaluation.final_test import tests_at_the_end
+from fedprompt.experiment.progress import fitting_progress, is_interactive
 from fedprompt.experiment.run_file import open_store, refuse_another_run, run_id
+from fedprompt.experiment.tracking import tracked
 from fedprompt.federation.aggregate import rule
 from fedprompt.federation.loop import Engine, Federation
-from fedprompt.federation.observer import Observer
+from fedprompt.federation.observer import Observer, Several
 from fedprompt.privacy.budget import settled
 from fedprompt.privacy.mechanism import as_sent
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import RunStore
+from fedprompt.runs.tables import FILE
 
 MakeEngine = Callable[[ClientRuntime, RunStore, list[str]], Engine]
 
@@ -65,27 +68,45 @@ class Experiment:
     def method(self) -> Method:
         return self.factory.method
 
-    def run(self, resume: bool = False, observer: Observer | None = None, test: bool = True) -> Run:
+    def run(
+        self, resume: bool = False, observer: Observer | Sequence[Observer] | None = None, test: bool = True
+    ) -> Run:
         """Train until the last round. With `resume`, go on after the last committed round of the same config.
 
+        Without an observer, progress is shown in a notebook and on a terminal; `Observer()` is silent. Where someone types
+        the code, in a notebook or at a prompt, an interrupt gives the run with the rounds that are finished so far.
         Without `test`, the tests after the last round are left out: where rounds are evaluated on validation images, no
         test image is read.
         """
-        config, observer = self.config, observer or Observer()
+        if observer is None:
+            with fitting_progress() as progress:
+                return self.run(resume, progress, test)
+        config = self.config
+        observer = observer if isinstance(observer, Observer) else Several(*observer)
         if config.engine.kind == "flower":
             raise ConfigError(broken("engine.kind", "be run by `fedprompt federate run`: clients are sites", "flower"))
         refuse_another_run(config, resume)
         if config.output.threads:
             torch.set_num_threads(config.output.threads)
-        if config.engine.kind == "flower-simulation":
-            self._simulate(observer)
-        else:
-            if config.engine.workers:
-                self._require_own_method("engine.workers", "0", config.engine.workers)
-            with kinds.opener(config)() as make:
-                prepared = self.factory.prepare()
-                self._run(lambda runtime, store, ground: make(runtime, ground), prepared, observer, test)
+        try:
+            with tracked(config, observer) as everyone:
+                self._train(everyone, test)
+        except KeyboardInterrupt:
+            if not (is_interactive() and (config.run_directory / FILE).exists()):
+                raise
+            observer.noted("interrupted: here are the rounds that are finished; run(resume=True) continues")
         return Run(config.run_directory)
+
+    def _train(self, observer: Observer, test: bool) -> None:
+        """Every round that is still missing, with clients where the engine has them."""
+        if self.config.engine.kind == "flower-simulation":
+            self._simulate(observer)
+            return
+        if self.config.engine.workers:
+            self._require_own_method("engine.workers", "0", self.config.engine.workers)
+        with kinds.opener(self.config)() as make:
+            prepared = self.factory.prepare()
+            self._run(lambda runtime, store, ground: make(runtime, ground), prepared, observer, test)
 
     def run_remotely(self, prepared: Prepared, observer: Observer, post: Transport) -> None:
         """Every round that is still missing, with clients that are reached by post."""
@@ -149,6 +170,8 @@ def check_extensions(config: Config) -> None:
         scheme(config.partition)
     if config.engine.kind not in REMOTE_ENGINES:
         kinds.opener(config)
+    for name in config.output.trackers:
+        TRACKERS.get(name).check()
 
 
 def _secured(engine: Engine, roles: Roles, config: Config, method: Method) -> Engine:

@@ -1,9 +1,11 @@
-"""What a person sees while a run trains: a live panel on a terminal, elsewhere one line a round and one every 15 seconds."""
+"""What a person sees while a run trains: a live panel on a terminal or in a notebook, else a line a round and every 15 seconds."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from fedprompt.config import Config
 from fedprompt.core.first_step import FirstStep, described, odd_steps
 from fedprompt.core.messages import COHORT, Failure, LocalUpdate
 from fedprompt.evaluation.label_check import sentence, warning
+from fedprompt.experiment.notebook_panel import NotebookPanel
 from fedprompt.experiment.pace import Pace, as_time
 from fedprompt.federation.observer import Observer
 from fedprompt.io.safe_text import safe_line
@@ -27,6 +30,25 @@ PANEL_EVERY = 0.2
 WORTH_SAYING = 60.0  # seconds that a run must take for a line about it
 
 
+@contextmanager
+def fitting_progress() -> Iterator[Observer]:
+    """Progress where a person watches, in a notebook or on a terminal; elsewhere nothing."""
+    console = Console(stderr=True)
+    if not (console.is_jupyter or console.is_terminal):
+        yield Observer()
+        return
+    progress = LiveProgress(console)
+    try:
+        yield progress
+    finally:
+        progress.stop()
+
+
+def is_interactive() -> bool:
+    """Whether someone types what is run, in a notebook or at a prompt, and goes on typing after an interrupt."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
 class LiveProgress(Observer):
     """Round, cohort, loss, Average, Worst Local and the time that is left."""
 
@@ -34,7 +56,7 @@ class LiveProgress(Observer):
         self._now = now
         self._console = console
         self._names: Sequence[str] = ()
-        self._live: Live | None = None
+        self._live: Live | NotebookPanel | None = None
         self._values: dict[str, str] = {}
         self._begin = self._shown = now()
         self._first = self._done = self._rounds = 0
@@ -59,6 +81,9 @@ class LiveProgress(Observer):
             self._tell("  training images are augmented: their features are computed anew in every step")
         if self._console.is_terminal:
             self._live = Live(self._panel(), console=self._console, refresh_per_second=4, transient=True)
+        elif self._console.is_jupyter:
+            self._live = NotebookPanel(self._panel())
+        if self._live is not None:
             self._live.start()
 
     def noted(self, sentence: str) -> None:

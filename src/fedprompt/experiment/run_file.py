@@ -19,7 +19,7 @@ from fedprompt.core.method import World
 from fedprompt.data.partition import class_counts
 from fedprompt.data.partition.manifest import Manifest
 from fedprompt.data.sources.base import Source
-from fedprompt.errors import RunError, broken
+from fedprompt.errors import RunError, argument, broken
 from fedprompt.evaluation.label_check import check_labels, warning
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.random_streams import EDITION
@@ -50,7 +50,8 @@ def refuse_another_run(config: Config, resume: bool) -> None:
             f"run {str(directory)!r} was made with another config (stored -> requested):\n  " + "\n  ".join(lines)
         )
     if not resume:
-        raise RunError(f"run {str(directory)!r} exists already; continue it with --resume, or give it another name=")
+        again = argument("resume=True", "--resume")
+        raise RunError(f"run {str(directory)!r} exists already; continue it with {again}, or give it another name=")
 
 
 def open_store(

@@ -24,6 +24,7 @@ from fedprompt.engines.remote.remote_engine import Transport, remote_engine
 from fedprompt.errors import ConfigError, DataError, QuorumError, RunError, broken
 from fedprompt.experiment.experiment import Experiment
 from fedprompt.experiment.run_file import new_facts, refuse_another_run, resumed_store, run_id
+from fedprompt.experiment.tracking import tracked
 from fedprompt.federation.loop import Federation
 from fedprompt.federation.observer import Observer
 from fedprompt.privacy.budget import settled
@@ -75,17 +76,18 @@ class SitesExperiment(Experiment):
             setting = Setting(run_id(store), settings, frozen, world.class_names, tuple(names))
             post.number(names, Order("meet", setting).to_bytes())
             engine = remote_engine(post, setting, self.config, world, ClientStates(store.client_state))
-            Federation(
-                self.config,
-                world,
-                self.method,
-                engine,
-                store,
-                observer or Observer(),
-                terms,
-                notes=self.notes,
-                secret=secret,
-            ).run()
+            with tracked(self.config, observer or Observer()) as everyone:
+                Federation(
+                    self.config,
+                    world,
+                    self.method,
+                    engine,
+                    store,
+                    everyone,
+                    terms,
+                    notes=self.notes,
+                    secret=secret,
+                ).run()
             backbone.assert_frozen(frozen)
         finally:
             store.close()

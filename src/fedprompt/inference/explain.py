@@ -18,7 +18,7 @@ from torch import Tensor
 from fedprompt.client.step import inserted
 from fedprompt.core.method import Batch, Mixture, Seen, probabilities
 from fedprompt.data.cache.pixel_store import normalise
-from fedprompt.errors import ConfigError, DivergenceError, broken
+from fedprompt.errors import ConfigError, DivergenceError, argument, broken
 from fedprompt.inference.attention_maps import Attention, Watched, watch, watch_plain
 from fedprompt.inference.trained_client import Picture, TrainedClient
 from fedprompt.methods.bases.with_text import similarity
@@ -270,7 +270,9 @@ def _block(block: str | int, depth: int) -> int | None:
     if text == LAST:
         return depth - 1
     if not (text.isascii() and text.isdecimal() and int(text) < depth):
-        raise ConfigError(broken("--block", f"be {LAST}, {ROLLOUT} or a number in 0..{depth - 1}", block))
+        raise ConfigError(
+            broken(argument("block", "--block"), f"be {LAST}, {ROLLOUT} or a number in 0..{depth - 1}", block)
+        )
     return int(text)
 
 

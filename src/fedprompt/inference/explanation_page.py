@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
-from fedprompt.errors import ConfigError, StorageError, broken
+from fedprompt.errors import ConfigError, StorageError, argument, broken
 from fedprompt.inference.explain import AttentionView, Explanation, Mixed
 from fedprompt.report.html_elements import escape
 from fedprompt.report.plot_style import GRID, INK, colour, new_figure, plot_style, png, svg
@@ -46,7 +46,9 @@ def write(explanation: Explanation, path: Path) -> Path:
 
 def require_ending(path: Path) -> None:
     if path.suffix.lower() not in ENDINGS:
-        raise ConfigError(broken("--output", f"end in {', '.join(ENDINGS)} or be a folder", str(path)))
+        raise ConfigError(
+            broken(argument("path", "--output"), f"end in {', '.join(ENDINGS)} or be a folder", str(path))
+        )
 
 
 def draw(explanation: Explanation) -> Figure:

@@ -7,6 +7,7 @@
 | `parameters.safetensors` | everything the client's method predicts with, under its own names |
 | `preprocessor_config.json` | size and normalisation of images, in the format of `transformers` |
 | `README.md` | the model card |
+| `load_client.py` | loads the folder without fedprompt |
 | `backbone/` | with `with_backbone`: the frozen backbone as a `transformers` folder |
 """
 
@@ -27,7 +28,9 @@ from torch import Tensor
 
 from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.vit import ViT
-from fedprompt.errors import ConfigError, DataError, RunError, StorageError, broken
+from fedprompt.errors import ConfigError, DataError, RunError, StorageError, argument, broken
+from fedprompt.inference import load_client
+from fedprompt.inference.exported_client import CARD, FORMAT
 from fedprompt.inference.model_card import facts, readme
 from fedprompt.inference.static_prompts import SAME, Agreement, Constant, constant, projection_of
 from fedprompt.inference.trained_client import TrainedClient
@@ -35,9 +38,9 @@ from fedprompt.inference.transformers_model import architecture, as_transformers
 from fedprompt.modules.insertion import VisionPrompt, leaves
 from fedprompt.tensors import Tensors
 
-FORMAT = "fedprompt-export-1"
 REFERENCE = 256  # largest number of training images for means of prompts that depend on the image
 BACKBONE = "backbone"
+SCRIPT = "load_client.py"
 
 
 def export(
@@ -54,7 +57,7 @@ def export(
         raise ConfigError(
             f"{client.config.label} has no exact export: {'; '.join(fixed.replaced) or 'rounding'}. On {agreement.on} such a "
             f"model agrees with the client's own on the class of {agreement.same_class:.1%} of {agreement.images} images; "
-            "--approximate writes it anyway"
+            f"{argument('approximate=True', '--approximate')} writes it anyway"
         )
     tensors, read = handed(fixed, client.backbone)
     described = describe(client, fixed, agreement, exact, read, with_backbone)
@@ -177,7 +180,7 @@ def describe(
         "backbone": {
             "class": kind,
             "folder": BACKBONE if with_backbone else None,
-            "name": config.backbone.name,
+            "name": Path(config.backbone.name).name if with_backbone else config.backbone.name,
             "revision": config.backbone.revision,
             "digest": client.opened.run.reader.fact("backbone"),
             "call": {"interpolate_pos_encoding": True} if interpolates else {},
@@ -195,7 +198,8 @@ def _write(
     save_file(tensors, folder / "client.safetensors", metadata={"format": "pt"})
     parameters = {name: _plain(tensor) for name, tensor in client.params.items()}
     save_file(parameters, folder / "parameters.safetensors", metadata={"format": "pt"})
-    _dump(folder / "client.json", described)
+    _dump(folder / CARD, described)
+    shutil.copyfile(load_client.__file__, folder / SCRIPT)
     preprocessing = preprocessor(client)
     _dump(folder / "preprocessor_config.json", preprocessing)
     (folder / "README.md").write_text(readme(described), encoding="utf-8")
@@ -239,4 +243,6 @@ def _dump(path: Path, values: Mapping[str, Any]) -> None:
 
 def _require_new(folder: Path) -> None:
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise ConfigError(broken("--output", "be a folder that does not exist yet, or an empty one", str(folder)))
+        raise ConfigError(
+            broken(argument("folder", "--output"), "be a folder that does not exist yet, or an empty one", str(folder))
+        )

@@ -25,7 +25,7 @@ from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.sources.base import Source
 from fedprompt.data.sources.open import open_source
 from fedprompt.engines.remote.node_state import KEPT_AS, MOST_BYTES, SUFFIX, number_of_run, stored_state
-from fedprompt.errors import BackboneError, ConfigError, DataError, RunError, broken, did_you_mean, same_name
+from fedprompt.errors import BackboneError, ConfigError, DataError, RunError, argument, broken, did_you_mean, same_name
 from fedprompt.features.image_bank import CommonImages, ImageBank
 from fedprompt.federation.best_round import kept_round
 from fedprompt.federation.stored_pool import open_pool
@@ -215,14 +215,18 @@ def _of_node(run: Run, directory: Path) -> Callable[[int], bytes | None]:
         kept = wire.decode(blob)
         if KEPT_AS not in kept:
             raise ConfigError(
-                broken("--state", "be absent if the run file contains the clients' states", str(directory))
+                broken(
+                    argument("state", "--state"),
+                    "be absent if the run file contains the clients' states",
+                    str(directory),
+                )
             )
         folder = directory / NODE_STATES / number_of_run(run.reader) / str(client)
         try:
             return read_bytes(folder / f"{int(kept[KEPT_AS])}{SUFFIX}", MOST_BYTES)
         except (OSError, ValueError) as error:
             rule = f"be the directory of the node of {run.clients[client]!r}, with its state of the last round"
-            raise RunError(broken("--state", rule, str(directory)) + f": {error}") from error
+            raise RunError(broken(argument("state", "--state"), rule, str(directory)) + f": {error}") from error
 
     return read
 
@@ -231,7 +235,7 @@ def _refuse_site(run: Run) -> Callable[[int], bytes | None]:
     def read(client: int) -> bytes | None:
         raise RunError(
             f"client {run.clients[client]!r} keeps its own tensors at its site: predict there, with this run.db and the "
-            "node's directory as --state"
+            f"node's directory as {argument('state=', '--state')}"
         )
 
     return read

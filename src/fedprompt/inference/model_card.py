@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fedprompt.assets import ASSETS, image_credit
 from fedprompt.backbones.catalog import NAMED
-from fedprompt.errors import DataError, RunError
+from fedprompt.config.registries import SOURCES
+from fedprompt.errors import DataError, RunError, argument
 from fedprompt.inference.trained_client import TrainedClient
 
 NO_LICENCE = "not stated by the run; see where the weights come from"
@@ -47,6 +49,8 @@ def _data(client: TrainedClient) -> dict[str, Any]:
     """The shape of the client's data, not the data."""
     config = client.config
     source = config.data.source
+    if source not in SOURCES and not source.startswith("hub:"):
+        source = Path(source).name  # not where it lies
     shape: dict[str, Any] = {
         "source": source,
         "credit": image_credit(source),
@@ -90,6 +94,20 @@ def licence(backbone: str) -> str:
     return "none: random weights" if backbone in NAMED else NO_LICENCE
 
 
+def header(card: Mapping[str, Any]) -> str:
+    """What the Hugging Face hub reads of a model card, as YAML."""
+    from huggingface_hub import ModelCardData
+
+    known = ModelCardData(
+        license="other",
+        license_name="see the table below",
+        library_name="fedprompt",
+        pipeline_tag="image-classification",
+        tags=["federated-learning", "prompt-tuning", card["method"]["label"]],
+    )
+    return f"---\n{known.to_yaml()}\n---\n"
+
+
 def readme(card: Mapping[str, Any]) -> str:
     """The card as a page."""
     run, backbone, agreement, metrics = card["run"], card["backbone"], card["agreement"], card["metrics"]
@@ -101,7 +119,8 @@ def readme(card: Mapping[str, Any]) -> str:
         if metrics
         else "the run has no test of this client"
     )
-    return f"""# {card["client"]}, {card["method"]["label"]}
+    return f"""{header(card)}
+# {card["client"]}, {card["method"]["label"]}
 
 The model of one client of a federation, trained with fedprompt: prompts and a classifier around a frozen backbone. {_exactness(card)}
 
@@ -120,8 +139,12 @@ probabilities differ by {agreement["largest_difference"]:.1g} at most |
 | licence of prompts and classifier | decided by the client: they were trained on its images |
 
 ## Use
+    from load_client import Client
+    print(Client(".").predict(["image.png"]))
+
+`load_client.py` is in this folder and needs transformers, safetensors, torch and Pillow, not fedprompt. With fedprompt:
+`TrainedClient.from_pretrained(".")`, or `fedprompt predict FOLDER image.png`.
 `client.json` says how the tensors of `client.safetensors` go around the backbone{_where(backbone)}.
-The code that does it is in fedprompt's docs/export.md: some lines of transformers, safetensors and torch, without fedprompt.
 `parameters.safetensors` holds all tensors the method predicts with, under its own names.
 
 ## Meant for
@@ -151,7 +174,7 @@ def _where(backbone: Mapping[str, Any]) -> str:
     if backbone["folder"]:
         return f", which is in `{backbone['folder']}/`"
     named = (
-        "export with `--with-backbone` to have it as a transformers folder"
+        f"export with `{argument('with_backbone=True', '--with-backbone')}` to have it as a transformers folder"
         if backbone["name"] in NAMED
         else "load it by its name"
     )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedprompt.errors import ConfigError, DataError, broken
+from fedprompt.inference.exported_client import ExportedClient
 from fedprompt.inference.input_images import Item
 from fedprompt.inference.trained_client import TrainedClient
 
@@ -94,7 +95,7 @@ class Tally:
         )
 
 
-def predictions(client: TrainedClient, items: Iterable[Item], top: int = 5) -> Iterator[Row]:
+def predictions(client: TrainedClient | ExportedClient, items: Iterable[Item], top: int = 5) -> Iterator[Row]:
     """One row for each picture, in their order. Only one batch of pictures is in memory."""
     if top < 1:
         raise ConfigError(broken("top", "be at least 1", top))
@@ -127,7 +128,9 @@ def _groups(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield group
 
 
-def _decoded(client: TrainedClient, group: Iterable[Item]) -> tuple[list[np.ndarray], list[str | None]]:
+def _decoded(
+    client: TrainedClient | ExportedClient, group: Iterable[Item]
+) -> tuple[list[np.ndarray], list[str | None]]:
     """Pixels of the readable pictures, and for each picture its error."""
     pixels: list[np.ndarray] = []
     errors: list[str | None] = []

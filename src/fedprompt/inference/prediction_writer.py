@@ -13,6 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from fedprompt.errors import ConfigError, StorageError, broken
+from fedprompt.inference.exported_client import ExportedClient
 from fedprompt.inference.predict import Row, Tally
 from fedprompt.inference.trained_client import TrainedClient
 from fedprompt.io.safe_text import safe_cell, safe_line
@@ -65,16 +66,9 @@ def csv_lines(rows: Iterable[Row], top: int) -> Iterator[str]:
         yield _csv([*texts[:2], *cells, *numbers, texts[2]])
 
 
-def json_lines(rows: Iterable[Row], client: TrainedClient, tally: Tally) -> Iterator[str]:
+def json_lines(rows: Iterable[Row], client: TrainedClient | ExportedClient, tally: Tally) -> Iterator[str]:
     """One JSON object, a line for each picture; the counts of `tally` come last, when all have been counted."""
-    head = {
-        "run": client.opened.run.name,
-        "client": client.name,
-        "round": client.round,
-        "method": client.config.label,
-        "classes": list(client.class_names),
-    }
-    yield json.dumps(head)[:-1] + ', "predictions": ['
+    yield json.dumps(client.described())[:-1] + ', "predictions": ['
     before = ""
     for row in rows:
         yield before + json.dumps(row.to_json())

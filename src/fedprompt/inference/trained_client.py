@@ -1,8 +1,8 @@
 """The model of one client after a run, ready to predict: three lines from a run directory to probabilities.
 
-from fedprompt.inference.trained_client import TrainedClient
+from fedprompt import TrainedClient
 client = TrainedClient.open("runs/demo", "client_0")
-print(client.probabilities(["cat.jpg"]))
+print(client.predict("cat.jpg").labels)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from fedprompt.random_streams import Stream, stream
 from fedprompt.runs.run import Run
 from fedprompt.tensors import Tensors
 
+if TYPE_CHECKING:
+    from fedprompt.inference.exported_client import ExportedClient
+
 Picture = str | Path | Image.Image | np.ndarray  # a file, a decoded image, or an array (H, W, 3) of uint8
 
 
@@ -40,11 +44,18 @@ class Prediction:
 
     draws: Tensor
     """(V, B, C) in float64: class probabilities of every draw; V is 1 for prompts that are not random."""
+    class_names: tuple[str, ...] = ()
+    """The C classes."""
 
     @property
     def probabilities(self) -> Tensor:
         """(B, C): the mean over the draws, which is the prediction."""
         return self.draws.mean(0)
+
+    @property
+    def labels(self) -> list[str]:
+        """The most likely class of each image."""
+        return [self.class_names[number] for number in self.probabilities.argmax(-1).tolist()]
 
     @property
     def entropy(self) -> Tensor:
@@ -99,6 +110,60 @@ class TrainedClient:
         params = opened.fitted(index, opened.bank(labelled), opened.states(state))
         return cls(opened, opened.world, index, params)
 
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        include_local: bool = False,
+        with_backbone: bool = True,
+        approximate: bool = False,
+    ) -> dict[str, Any]:
+        """Write the client to a new folder that works without fedprompt, and return its card; see docs/export.md.
+
+        What never left the client, such as its own head, is written only with `include_local`; without that, a client
+        that predicts with it is refused.
+        """
+        from fedprompt.inference import hub
+
+        return hub.save_pretrained(self, folder, include_local, with_backbone, approximate)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        include_local: bool = False,
+        with_backbone: bool = True,
+        approximate: bool = False,
+        private: bool = True,
+        token: str | None = None,
+    ) -> str:
+        """Upload the same files to a repository of the Hugging Face hub, a private one unless stated otherwise."""
+        from fedprompt.inference import hub
+
+        options = {"include_local": include_local, "with_backbone": with_backbone, "approximate": approximate}
+        return hub.push_to_hub(self, repo_id, private, token, **options)
+
+    @staticmethod
+    def from_pretrained(
+        name_or_folder: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        backbone: str | Path | None = None,
+    ) -> ExportedClient:
+        """A client from an exported folder or from the hub, to predict with; `backbone` is needed where it was left out.
+
+        Only data is read, no code.
+        """
+        from fedprompt.inference import hub
+
+        return hub.from_pretrained(name_or_folder, revision, token, backbone)
+
+    def described(self) -> dict[str, Any]:
+        """Where predictions come from, for files of them."""
+        said = {"run": self.opened.run.name, "client": self.name, "round": self.round}
+        return {**said, "method": self.config.label, "classes": list(self.class_names)}
+
     @property
     def name(self) -> str:
         return self.world.client_names[self.index]
@@ -126,21 +191,27 @@ class TrainedClient:
         return self.opened.round
 
     @property
+    def cache(self) -> Path:
+        """The folder for caches."""
+        return self.opened.factory.cache
+
+    @property
     def batch_size(self) -> int:
         """Images per batch, as in an evaluation."""
         return self.config.federation.evaluation_batch
 
-    def probabilities(self, pictures: np.ndarray | Sequence[Picture]) -> Tensor:
+    def probabilities(self, pictures: Picture | Sequence[Picture]) -> Tensor:
         """Class probabilities (B, C) of some images."""
         return self.predict(pictures).probabilities
 
-    def predict(self, pictures: np.ndarray | Sequence[Picture], generator: Stream | None = None) -> Prediction:
-        """The client's predictions for images: pixels (B, S, S, 3) of the backbone's size, or pictures of any size.
+    def predict(self, pictures: Picture | Sequence[Picture], generator: Stream | None = None) -> Prediction:
+        """The client's predictions for one picture or several (files, images, arrays), or for pixels (B, S, S, 3) of the
+        backbone's size.
 
         Random draws of a Bayesian prompt come from `generator`; a new one of `stream()` unless given. The client's test
         images in their order give exactly the numbers of the run's evaluation.
         """
-        pixels = pictures if isinstance(pictures, np.ndarray) else self.pixels(pictures)
+        pixels = pictures if is_pixels(pictures) else self.pixels(as_list(pictures))
         generator = generator or self.stream()
         draws = []
         with torch.no_grad():
@@ -154,17 +225,17 @@ class TrainedClient:
         found = torch.cat(draws, dim=1).to("cpu", torch.float64)
         if not found.isfinite().all():
             raise DivergenceError(f"predictions of client {self.name!r} must be finite, got NaN or infinity")
-        return Prediction(found)
+        return Prediction(found, self.class_names)
 
     def pixels(self, pictures: Iterable[Picture]) -> np.ndarray:
         """Pictures as pixels (B, S, S, 3) uint8, resized as in the run."""
         size, resize = self.backbone.shape.image_size, self.config.data.resize
-        found = [resized(_decoded(picture), size, resize) for picture in pictures]
+        found = [resized(decoded(picture), size, resize) for picture in pictures]
         return np.stack(found) if found else np.empty((0, size, size, 3), dtype=np.uint8)
 
     def own_pixels(self, picture: Picture, most: int) -> np.ndarray:
         """The part of a picture that the backbone sees, (H, W, 3) uint8 at its own resolution or `most` pixels."""
-        image = _decoded(picture)
+        image = decoded(picture)
         left, top, right, bottom = seen_part(image, self.config.data.resize)
         whole = image.crop((round(left), round(top), round(right), round(bottom))).convert("RGB")
         whole.thumbnail((most, most))
@@ -192,7 +263,16 @@ class TrainedClient:
         return stream(self.config.seed, self.round, self.index, "evaluation")
 
 
-def _decoded(picture: Picture) -> Image.Image:
+def is_pixels(pictures: Picture | Sequence[Picture]) -> TypeGuard[np.ndarray]:
+    """Whether these are several images as one array."""
+    return isinstance(pictures, np.ndarray) and pictures.ndim == 4
+
+
+def as_list(pictures: Picture | Sequence[Picture]) -> Sequence[Picture]:
+    return [pictures] if isinstance(pictures, str | Path | Image.Image | np.ndarray) else pictures
+
+
+def decoded(picture: Picture) -> Image.Image:
     if isinstance(picture, Image.Image):
         return to_rgb(picture)
     if isinstance(picture, np.ndarray):

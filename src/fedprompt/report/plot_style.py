@@ -76,9 +76,16 @@ def hatch(number: int) -> str:
     return HATCHES[(number + number // len(PALETTE)) % len(HATCHES)]
 
 
-def new_figure(width: float = 5.2, height: float = 3.6) -> Figure:
+class Picture(Figure):
+    """A figure that a notebook shows, without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        return png(self)
+
+
+def new_figure(width: float = 5.2, height: float = 3.6) -> Picture:
     """Narrow enough that its letters can be read on a phone, where a page shrinks it to some 330 pixels."""
-    figure = Figure(figsize=(width, height))
+    figure = Picture(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fedprompt
 from fedprompt import config as configuration
 from fedprompt.config import Config
 from fedprompt.data.partition import client_names
@@ -17,7 +19,11 @@ from fedprompt.runs.final_figures import FinalTest, final_figures, stored_result
 from fedprompt.runs.store import PRIVACY, REFUSED, STREAMS, WARNING, RoundRecord, RunReader
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from fedprompt.data.partition.manifest import Manifest
+    from fedprompt.inference.trained_client import TrainedClient
+    from fedprompt.runs.frames import Frames
 
 
 # settings that a method got later, with the value under which it does what it did before: run files hold all settings
@@ -33,7 +39,7 @@ def as_it_was(config: Any) -> Any:
 
 
 class Run:
-    """Read access to one run directory."""
+    """Read access to one run directory. Other rooms are imported where a person asks for what they make of a run."""
 
     _final_test: FinalTest | None = None
 
@@ -59,6 +65,27 @@ class Run:
             return client_names.from_fact(self._fact("clients"))
         except ValueError as error:
             raise self._damaged("fact 'clients'") from error
+
+    def client(self, name: str | int, **options: Any) -> TrainedClient:
+        """The model of one client, by its name or number, to predict with; for the options see `TrainedClient.open`."""
+        return fedprompt.TrainedClient.open(self, name, **options)
+
+    def to_pandas(self) -> Frames:
+        """Data frames: `rounds`, `clients` (one row for each client and evaluated round) and `events`. Needs pandas."""
+        from fedprompt.runs.frames import frames
+
+        return frames(self)
+
+    def plot(self) -> Figure:
+        """Average and Worst Local by round. A notebook shows the picture; `savefig` writes it to a file."""
+        return fedprompt.plot([self])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the figures as a table, and the curve."""
+        return str(import_module("fedprompt.report.in_notebook").run_html(self))
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
 
     def manifest(self) -> Manifest:
         """The images of every client, to inspect or to use in another run."""
@@ -182,6 +209,11 @@ class Run:
 
     def close(self) -> None:
         self.reader.close()
+
+
+def load_run(directory: str | Path) -> Run:
+    """A stored run, by its directory or its `run.db`."""
+    return Run(directory)
 
 
 def require_same_ground(stored: RunReader, frozen: str, manifest: Manifest, verb: str, advice: str = "") -> None:

@@ -40,6 +40,7 @@ USES: dict[str, dict[str, Any]] = {
     "by_size.py": {"partition": {"scheme": "by_size", "clients": 3, "options": {"ratio": 3.0}}},
     "shallow.py": {"backbone": {"name": "shallow:tiny", "options": {"blocks": 2}}},
     "timed.py": {"engine": {"kind": "timed", "options": {"slow": 0.0}}},
+    "csv_tracker.py": {"output": {"trackers": ["csv"]}},
 }
 
 
@@ -63,6 +64,12 @@ def example(name: str, folder: Path, settings: Any) -> tuple[Run, str]:
     assert json.loads(done.stdout)
     (found,) = (folder / "runs").glob("*/run.db")
     return Run(found.parent), done.stderr
+
+
+def test_the_tracker(tmp_path: Path, settings: Any) -> None:
+    run, _ = example("csv_tracker.py", tmp_path, settings)
+    (line,) = (run.directory / "trackers/csv/average.csv").read_text().splitlines()
+    assert line == f"1,{run.history()[-1]['average']}"
 
 
 def test_the_rule(tmp_path: Path, settings: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -22,12 +23,15 @@ from remote_run import (
 )
 from support import StopAfter, Stopped, run, shared_tensors, worst_difference
 
+from fedprompt.config.registries import TRACKERS
 from fedprompt.core import registry
 from fedprompt.core.messages import LocalUpdate
 from fedprompt.engines.remote.node import Site
 from fedprompt.engines.remote.protocol import Answer, Order
 from fedprompt.errors import ConfigError, DataError, QuorumError, RunError
+from fedprompt.experiment import tracking
 from fedprompt.experiment.sites import SECRET, SitesExperiment
+from fedprompt.experiment.tracking import Tracker
 from fedprompt.federation.loop import Observer
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import REFUSED, RUN_ID, UNTESTED, WARNING, RoundRecord
@@ -212,6 +216,21 @@ def test_a_site_that_is_away_at_the_beginning_is_a_client_that_may_come_later(
     assert kept_tensors(found, 3, folders(found, tmp_path)[3]) is not None
 
 
+def test_trackers_get_what_the_server_has(post: SiteRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: dict[int, Any] = {}
+
+    class Kept(Tracker):
+        def log(self, step: int, values: Any) -> None:
+            got[step] = values
+
+    monkeypatch.setattr(TRACKERS, "_table", {**TRACKERS.table(), "kept": Kept})
+    monkeypatch.setattr(tracking, "write_report", lambda runs, folder: SimpleNamespace(html=folder))
+    values = config(tmp_path)
+    found = SitesExperiment({**values, "output": {**values["output"], "trackers": ["kept"]}}).federate(post)
+    assert list(got) == [0, 1, 2]
+    assert got[2]["client/client_1/accuracy"] == found.client_accuracies()["client_1"]
+
+
 def test_only_the_sites_that_are_named_take_part(post: SiteRecorder, tmp_path: Path) -> None:
     found = SitesExperiment(config(tmp_path, engine={"sites": ["client_2", "client_0"]})).federate(post)
     assert list(found.clients) == ["client_0", "client_2"]
@@ -226,7 +245,7 @@ def test_a_resumed_run_finds_its_sites_again(files: dict[str, Path], post: SiteR
     experiment = SitesExperiment(config(tmp_path, federation=federation))
     with pytest.raises(Stopped):
         experiment.federate(post, observer=StopAfter(1))
-    with pytest.raises(RunError, match="exists already; continue it with --resume"):
+    with pytest.raises(RunError, match="exists already; continue it with resume=True"):
         SitesExperiment(config(tmp_path, federation=federation)).federate(post)
     stranger = Site("stranger", str(files["client_0"]), tmp_path / "stranger")
     again = SiteRecorder({**sites_with(files, tmp_path / "sites"), "stranger": stranger})

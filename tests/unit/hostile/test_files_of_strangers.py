@@ -154,9 +154,9 @@ def test_no_run_file_makes_anybody_call_the_hub(
     with contextlib.suppress(FedpromptError):
         LoadedRun.open(directory)._source()
     assert hub == []
-    with pytest.raises(ConfigError, match=rf"{name} .*--trust-config"):
+    with pytest.raises(ConfigError, match=rf"{name} .*trust_config=True"):
         open_audit(Run(directory))
-    with pytest.raises(ConfigError, match=rf"{name} .*--trust-config"):
+    with pytest.raises(ConfigError, match=rf"{name} .*trust_config=True"):
         LoadedRun.open(directory)._source()
     with pytest.raises(FedpromptError):
         LoadedRun.open(directory, trust_config=True)._source()

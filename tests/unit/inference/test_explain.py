@@ -58,7 +58,7 @@ def test_shares_of_attention_sum_to_one_with_and_without(
 
 @pytest.mark.parametrize("block", ["3", "-1", "first", "", "1.0"])
 def test_a_block_that_is_not_there_is_refused(client: TrainedClient, picture: Image.Image, block: str) -> None:
-    with pytest.raises(ConfigError, match=r"--block must be last, rollout or a number in 0\.\.2, got"):
+    with pytest.raises(ConfigError, match=r"^block must be last, rollout or a number in 0\.\.2, got"):
         explain(client, picture, block)
 
 
@@ -149,7 +149,7 @@ class TestDrawing:
         assert {"Image", "Without prompts", "With prompts", "Difference", "Likeliest classes"} <= titles
 
     def test_another_ending_is_refused(self, found: Explanation, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"--output must end in .png, .svg, .html or be a folder, got"):
+        with pytest.raises(ConfigError, match=r"^path must end in .png, .svg, .html or be a folder, got"):
             write(found, tmp_path / "picture.gif")
 
     def test_a_place_that_cannot_be_written_is_told(self, found: Explanation, tmp_path: Path) -> None:

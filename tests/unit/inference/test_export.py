@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ def test_the_documented_code_gives_the_logits_of_an_image_of_another_size(
     torch.testing.assert_close(found, own_logits(client, image), atol=1e-4, rtol=1e-4)
 
 
-def test_the_documented_code_does_not_import_fedprompt() -> None:
-    assert "fedprompt" not in PLAIN
+def test_the_script_of_an_export_does_not_import_fedprompt(folder: Path) -> None:
+    assert not re.findall(r"(from|import) fedprompt", (folder / "load_client.py").read_text() + PLAIN)
 
 
 def test_the_page_says_of_every_method_what_becomes_of_it() -> None:
@@ -98,7 +99,7 @@ def test_a_run_on_a_model_folder_is_loaded_by_its_name_at_another_resolution(
     client = TrainedClient.open(run(settings(backbone=backbone, federation={"rounds": 1})), 0, trust_config=True)
     said = export(client, tmp_path / "exported")
     assert said["backbone"]["call"] == {"interpolate_pos_encoding": True}
-    code = PLAIN.replace('"exported/backbone"', 'card["backbone"]["name"]')
+    code = PLAIN.replace('Client("exported")', f'Client("exported", backbone={said["backbone"]["name"]!r})')
     found = documented_logits(tmp_path, image, code=code)
     torch.testing.assert_close(found, own_logits(client, image), atol=1e-4, rtol=1e-4)
 
@@ -112,6 +113,7 @@ class TestFiles:
             "parameters.safetensors",
             "preprocessor_config.json",
             "README.md",
+            "load_client.py",
             "backbone/config.json",
             "backbone/model.safetensors",
             "backbone/preprocessor_config.json",
@@ -236,7 +238,7 @@ class TestApproximation:
         return dataclasses.replace(client, params={**client.params, **grown})
 
     def test_must_be_asked_for(self, mixed: TrainedClient, tmp_path: Path) -> None:
-        rule = r"has no exact export: prompts are the mean over 20 images of the client\. On its test images .*--approximate"
+        rule = r"has no exact export: prompts are the mean over 20 images of the client\. On its test images .*approximate=True"
         with pytest.raises(ConfigError, match=rule):
             export(mixed, tmp_path / "exported")
         assert not (tmp_path / "exported").exists()
@@ -252,7 +254,7 @@ class TestRefusals:
     def test_a_folder_that_is_not_empty(self, client: TrainedClient, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(
-            ConfigError, match="--output must be a folder that does not exist yet, or an empty one, got"
+            ConfigError, match=r"^folder must be a folder that does not exist yet, or an empty one, got"
         ):
             export(client, tmp_path)
         assert list(tmp_path.iterdir()) == [tmp_path / "file"]

@@ -159,18 +159,18 @@ def test_a_site_predicts_with_the_state_of_its_node(federated: tuple[Run, Path],
 
 
 def test_the_server_cannot_predict_for_a_site(federated: tuple[Run, Path]) -> None:
-    told = r"client 'client_1' keeps its own tensors at its site: predict there, .* the node's directory as --state"
+    told = r"client 'client_1' keeps its own tensors at its site: predict there, .* the node's directory as state="
     with pytest.raises(RunError, match=told):
         TrainedClient.open(federated[0], 1)
 
 
 def test_the_state_of_another_node_is_refused(federated: tuple[Run, Path]) -> None:
-    with pytest.raises(RunError, match=r"--state must be the directory of the node of 'client_1'"):
+    with pytest.raises(RunError, match=r"^state must be the directory of the node of 'client_1'"):
         TrainedClient.open(federated[0], 1, state=federated[1] / "client_0")
 
 
 def test_a_run_with_states_of_its_own_takes_no_others(finished: Run, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--state must be absent if the run file contains the clients' states"):
+    with pytest.raises(ConfigError, match=r"^state must be absent if the run file contains the clients' states"):
         TrainedClient.open(finished, 1, state=tmp_path)
 
 
