@@ -10,7 +10,7 @@ import typer
 
 from fedprompt.cli.options import Plugins
 from fedprompt.cli.run_configs import say
-from fedprompt.errors import ConfigError, broken
+from fedprompt.errors import ConfigError, broken, did_you_mean
 
 federate = typer.Typer(no_args_is_help=True, help="Set up, run and watch a federation across machines, on Flower.")
 
@@ -73,7 +73,8 @@ def run(
         known = sorted(folder.public_keys()) if folder.secure else []
         strangers = [name for name in values["engine"]["sites"] if folder.secure and name not in known]
         if strangers and not resume:
-            raise ConfigError(broken("engine.sites", f"be among those let in ({', '.join(known)})", strangers))
+            rule = f"be among those let in ({', '.join(known)})"
+            raise ConfigError(broken("engine.sites", rule, strangers) + did_you_mean(strangers[0], known))
         values["engine"]["sites"] = values["engine"]["sites"] or known
         submitted = submit.submit(folder, json.dumps(values), resume)
         try:

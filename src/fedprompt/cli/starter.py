@@ -239,6 +239,8 @@ def _asked(question: str, proposed: Choice, read: Callable[[str], Any]) -> Any:
             return read(typer.prompt("  Enter to accept, or type another", default=shown))
         except ConfigError as error:
             typer.echo(safe_line(f"  {error}"))
+        except typer.Abort:  # Ctrl-C, or the end of what is typed: nothing was written
+            raise KeyboardInterrupt from None
 
 
 def _named(what: str, text: str, names: list[str]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from PIL import Image
 
@@ -186,3 +187,12 @@ def test_on_a_terminal_it_asks_five_questions_and_takes_the_answers(
     assert found == ("iid", 2, "tiny", {"name": "fedvpt"})
     assert "--clients must be a whole number of at least 1, got 'none'" in told.out
     assert "did you mean 'fedvpt'" in told.out
+
+
+def test_an_interrupted_question_writes_nothing(fedprompt: Any, photos: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def prompt(text: str, default: str) -> str:
+        raise typer.Abort
+
+    monkeypatch.setattr("fedprompt.cli.starter.typer.prompt", prompt)
+    monkeypatch.setattr("fedprompt.cli.starter.sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    assert (fedprompt("init", "photos").code, (tmp_path / "photos.yaml").exists()) == (130, False)

@@ -90,7 +90,7 @@ def test_a_run_without_a_round_is_refused(finished: Run, tmp_path: Path) -> None
         TrainedClient.open(tmp_path, 0)
 
 
-@pytest.mark.parametrize("client", ["client_3", "3", 3])
+@pytest.mark.parametrize("client", ["client_3", "Client-3", "3", 3])
 def test_a_client_has_a_name_and_a_number(client: str | int, opened: LoadedRun) -> None:
     assert opened.number(client) == 3
 
@@ -100,6 +100,11 @@ def test_an_unknown_client_is_told_who_there_is(client: str | int, opened: Loade
     told = r"client must be one of the 4 clients of the run \(client_0, client_1, client_2, client_3\) or a number in 0\.\.3"
     with pytest.raises(ConfigError, match=told):
         opened.number(client)
+
+
+def test_a_misspelt_client_is_told_with_one_like_it(opened: LoadedRun) -> None:
+    with pytest.raises(ConfigError, match=r"got 'cient_3'; did you mean 'client_3'"):
+        opened.number("cient_3")
 
 
 # -- the same numbers -------------------------------------------------------------------------------------------------
