@@ -50,7 +50,8 @@ def warnings(task: Task) -> list[str]:
     """For which rows the table means less."""
     if not task.pairs:
         where = f" in {task.title}" if task.title else ""
-        return [safe_line(f"No other row shares seeds and clients with {task.against}{where}")]
+        why = f"{task.against} has no row there, or shares no seed and client with the others"
+        return [safe_line(f"Nothing to compare{where}: {why}")]
     base = task.pairs[0].against
 
     def named(condition: Callable[[Paired], object]) -> list[str]:

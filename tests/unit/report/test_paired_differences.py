@@ -130,7 +130,10 @@ def test_a_row_is_named_by_its_label_or_its_method_in_any_case(write):
     two = [*runs, write("x", [[5]], method=LOCAL, train={"lr": 0.5})]
     with pytest.raises(ConfigError, match=r"--against must name one row, such as 'local lr=auto' or 'local lr=0\.5'"):
         by_task(two, "local")
-    assert by_task(two, "local lr=0.5")[0].pairs == ()
+    (task,) = by_task(two, "local lr=0.5")
+    assert task.pairs == ()
+    why = "local lr=0.5 has no row there, or shares no seed and client with the others"
+    assert paired_table.notes(task) == [f"Nothing to compare: {why}"]
 
 
 def test_hits_that_do_not_fit_are_damage(write, monkeypatch):
