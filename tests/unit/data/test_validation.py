@@ -75,6 +75,13 @@ def test_a_whole_number_is_the_number_of_images_of_every_domain_and_class(tmp_pa
         assert set(np.unique(cells, return_counts=True)[1]) == {2}
 
 
+def test_every_pair_keeps_a_training_image_also_where_more_are_asked_for_than_it_has() -> None:
+    labels = np.array([0, 0, 0, 1, 1, 2])
+    left, validation = with_validation(lists([*range(6)]), labels, ONE_DOMAIN, 5, seed=0)
+    assert sorted(labels[left[0]].tolist()) == [0, 1, 2]
+    assert sorted(labels[validation[0]].tolist()) == [0, 0, 1]
+
+
 def test_the_seed_of_the_split_chooses_and_that_of_the_experiment_does_not(tmp_path: Path) -> None:
     def chosen(seed: int, split_seed: int) -> list[int]:
         config = parse({"data": {"source": "tiny", "validation": 0.3, "split_seed": split_seed}, "seed": seed})
