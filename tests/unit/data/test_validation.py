@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from fedprompt.config import parse
 from fedprompt.data.partition.divide import make_manifest
@@ -69,6 +73,13 @@ def test_a_whole_number_is_the_number_of_images_of_every_domain_and_class(tmp_pa
     for client in split.clients:
         cells = source.domains[client.validation] * 100 + source.labels[client.validation]
         assert set(np.unique(cells, return_counts=True)[1]) == {2}
+
+
+def test_every_pair_keeps_a_training_image_also_where_more_are_asked_for_than_it_has() -> None:
+    labels = np.array([0, 0, 0, 1, 1, 2])
+    left, validation = with_validation(lists([*range(6)]), labels, ONE_DOMAIN, 5, seed=0)
+    assert sorted(labels[left[0]].tolist()) == [0, 1, 2]
+    assert sorted(labels[validation[0]].tolist()) == [0, 0, 1]
 
 
 def test_the_seed_of_the_split_chooses_and_that_of_the_experiment_does_not(tmp_path: Path) -> None:
@@ -133,6 +144,41 @@ def test_images_of_one_group_are_never_on_both_sides(groups: list[int], share: f
         return  # a client whose images are all of groups that cannot be given
     assert not set(of[left.values]) & set(of[validation.values])
     assert sorted([*left.values, *validation.values]) == list(range(48))
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_the_groups_of_a_parquet_file_are_kept_together(tmp_path: Path, names: bool) -> None:
+    rows = 96
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    groups = [10**12 + row % 12 for row in range(rows)]  # eight images each, of all four classes
+    columns = {
+        "image": [buffer.getvalue()] * rows,
+        "label": [row // 12 % 4 for row in range(rows)],
+        "split": ["train" if row < 84 else "test" for row in range(rows)],
+        "group": [f"patient {group}" for group in groups] if names else groups,
+    }
+    pq.write_table(pa.table(columns), tmp_path / "set.parquet")
+    config = parse(
+        {
+            "data": {"source": str(tmp_path / "set.parquet"), "validation": 0.25},
+            "partition": {"scheme": "iid", "clients": 2},
+        }
+    )
+    source = open_source(config.data, tmp_path)
+    held = make_manifest(source, config.data, config.partition, 0).clients
+    assert held.validation is not None
+    sides = [{groups[image] for image in part.values.tolist()} for part in (held.train, held.validation)]
+    assert not sides[0] & sides[1]
+    assert sides[1]
+    assert source.groups is not None
+    assert len(set(source.groups.tolist())) == 12
+
+
+def test_groups_of_two_kinds_or_without_a_name_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [b"", b""], "label": [0, 1], "group": ["a", None]}), tmp_path / "set.parquet")
+    with pytest.raises(DataError, match="row 1: group must be all integers or all names, got None"):
+        open_source(parse({"data": {"source": str(tmp_path / "set.parquet")}}).data, tmp_path)
 
 
 def test_small_groups_meet_the_share() -> None:

@@ -1,6 +1,6 @@
 """FedTPG: which names a client's context is made of, what their order changes, and its limit as a whole run.
 
-The generator itself is in tests/unit/prompts.
+The generator itself is in tests/unit/modules.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError
 from fedprompt.methods.fedtpg import CANDIDATES, GENERATOR, KNOWN, NAMES, FedTPG
 from fedprompt.methods.promptfl import PromptFL
+from fedprompt.modules.context_generator import generate
 from fedprompt.random_streams import Stream
-from fedprompt.tensors import Tensors
+from fedprompt.tensors import Tensors, stripped
 
 pytestmark = pytest.mark.unit
 
@@ -178,6 +179,17 @@ def test_a_generator_that_adds_nothing_to_its_queries_is_promptfl(settings: Any)
     found = {"context": shared_tensors(silent)[GENERATOR + "queries"]}
     assert worst_difference(found, shared_tensors(plain)) < 1e-6
     assert silent.client_accuracies() == plain.client_accuracies()
+
+
+def test_queries_are_not_added_to_what_they_find_unless_asked(settings: Any) -> None:
+    """The authors' code has no residual around the attention."""
+    _, world = runtime_of(settings, FedTPG())
+    params = FedTPG().begin(world, client_with([1, 1, 1, 1, 1]), world.roles.shared, {})
+    made = (stripped(GENERATOR, params), params[NAMES], params[KNOWN], FedTPG().heads)
+    plain, added = (context_of(method, world, params) for method in (FedTPG(), FedTPG(residual=True)))
+    torch.testing.assert_close(plain, generate(*made, residual=False))
+    torch.testing.assert_close(added, generate(*made, residual=True))
+    assert float((plain - added).abs().max()) > 1e-3
 
 
 def test_queries_may_begin_as_words_and_names_may_stand_alone(settings: Any) -> None:

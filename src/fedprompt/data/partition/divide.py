@@ -90,7 +90,8 @@ def _clients(source: Source, data: DataConfig, names: Sequence[str], train: Inde
     """All clients, with some of their training images for validation where `data.validation` says so."""
     if data.validation is None:
         return Clients(names, train, test)
-    left, validation = with_validation(train, source.labels, source.domains, data.validation, data.split_seed)
+    images = source.labels, source.domains
+    left, validation = with_validation(train, *images, data.validation, data.split_seed, source.groups)
     return Clients(names, left, test, validation)
 
 

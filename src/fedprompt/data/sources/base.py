@@ -32,6 +32,7 @@ class Source(ABC):
     domains: np.ndarray  # (n,) int64, zeros when the set has no domains
     splits: np.ndarray | None  # (n,) of "train", "test", "val"; None when the set has no split
     ranks: np.ndarray | None = None  # (n,) order inside (split, domain, class): `rank < k` is a cut of k per cell
+    groups: np.ndarray | None = None  # (n,) images that belong together, such as those of one patient
     fingerprint: str  # sha256 of the content
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ GROUP_BYTES = (
     2**30
 )  # of one row group, unless the file itself is as large: images do not shrink, so a small file has no more
 NAMES_BYTES = 2**24  # of the JSON beside the file
-NAME_COLUMNS = ("label", "domain", "split")
+NAME_COLUMNS = ("label", "domain", "split", "group")
 
 
 class ParquetSource(Source):
@@ -55,7 +55,7 @@ class ParquetSource(Source):
             for column in required:
                 if column not in present:
                     raise DataError(f"{path}: " + broken("parquet columns", f"include {column!r}", present))
-            small = [column for column in ("label", "domain", "split", "rank") if column in present]
+            small = [column for column in ("label", "domain", "split", "rank", "group") if column in present]
             columns = {name: _values(values) for name, values in _columns(self._file, small).items()}
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
             raise DataError(f"data.source must be a readable parquet file: {path}: {error}") from error
@@ -73,6 +73,7 @@ class ParquetSource(Source):
             self.domains, self.domain_names = np.zeros(len(self.labels), dtype=np.int64), NO_DOMAINS
         self.splits = encode_splits(columns["split"], self._where) if "split" in columns else None
         self.ranks = _ranks(columns["rank"], self._where) if "rank" in columns else None
+        self.groups = _groups(columns["group"], self._where) if "group" in columns else None
         self.fingerprint = fingerprint.of_file(path, cache)
         groups = self._file.metadata.num_row_groups
         sizes = [self._file.metadata.row_group(group).num_rows for group in range(groups)]
@@ -140,6 +141,15 @@ def _ranks(values: list[Any], where: str) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
+def _groups(values: list[Any], where: str) -> np.ndarray:
+    """A number for every image, the same for images of one group."""
+    for row, value in enumerate(values):
+        if value is None or type(value) is not type(values[0]):
+            raise DataError(f"{where} row {row}: " + broken("group", "be all integers or all names", value))
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(values))}
+    return np.array([numbers[value] for value in values], dtype=np.int64)
+
+
 def _columns(file: pq.ParquetFile, names: list[str]) -> dict[str, pa.ChunkedArray]:
     """Labels and other small columns, after checks of their type and size."""
     for name in names:
@@ -151,7 +161,7 @@ def _columns(file: pq.ParquetFile, names: list[str]) -> dict[str, pa.ChunkedArra
     chunks = (group.column(place) for group in groups for place in range(group.num_columns))
     size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in names)
     if size > LABEL_BYTES:
-        raise ValueError(broken("labels, domains, splits and ranks", f"be at most {LABEL_BYTES} bytes", size))
+        raise ValueError(broken("labels, domains, splits, ranks and groups", f"be at most {LABEL_BYTES} bytes", size))
     table = file.read(columns=names)
     return {name: table.column(name) for name in names}
 

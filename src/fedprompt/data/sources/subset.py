@@ -27,6 +27,7 @@ class Selection(Source):
         self.domains = whole.domains[indices]
         self.splits = None if whole.splits is None else whole.splits[indices]
         self.ranks = None if whole.ranks is None else whole.ranks[indices]
+        self.groups = None if whole.groups is None else whole.groups[indices]
         identity = hashlib.sha256(json.dumps([whole.fingerprint, class_names]).encode())
         identity.update(indices.astype("<i8").tobytes())
         self.fingerprint = identity.hexdigest()
