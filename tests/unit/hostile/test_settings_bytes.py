@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import peak_of
 
-from fedprompt.backbones.model_folder import folder_preprocessing, folder_shape
+from fedprompt.backbones.model_folder import folder_shape
+from fedprompt.backbones.preprocessing import folder_preprocessing
 from fedprompt.config import config_files
 from fedprompt.config.strict_yaml import read_yaml
 from fedprompt.data.partition.manifest import ClientData, Clients, Manifest
