@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from fedprompt.dashboard.run_reader import NewEvent, NewRound
 from fedprompt.metrics.accuracy import is_summary
+from fedprompt.runs.attendance import ABSENT
 from fedprompt.runs.store import PRIVACY, REFUSED
 
 LATEST = 100  # events that are shown
@@ -42,6 +43,8 @@ class History:
     last_event: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
+    absent: int = 0
+    """How often a client that was picked sent no update."""
     latest: deque[NewEvent] = field(default_factory=lambda: deque(maxlen=LATEST))
     spent_rounds: array[int] = field(default_factory=lambda: array("q"))
     spent: array[float] = field(default_factory=lambda: array("d"))
@@ -83,7 +86,9 @@ class History:
             _count(self.kinds, each.kind)
             if each.kind != PRIVACY:  # one in every round, shown as a curve
                 self.latest.append(each)
-            if each.kind == REFUSED:
+            if each.kind == REFUSED and str(each.figure) in ABSENT:
+                self.absent += 1
+            elif each.kind == REFUSED:
                 _count(self.refused, str(each.figure))
             if each.kind == PRIVACY:
                 self.spent_rounds.append(each.round)

@@ -10,6 +10,7 @@ from fedprompt.report.method_grid import PAIR, TITLES, Arrangement
 from fedprompt.runs.run import Run
 
 SPECIAL = {
+    "≤": r"$\leq$",
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",

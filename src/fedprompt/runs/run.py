@@ -15,8 +15,9 @@ from fedprompt.config import Config
 from fedprompt.data.partition import client_names
 from fedprompt.errors import ConfigError, DataError, RunError
 from fedprompt.metrics.accuracy import is_result, is_summary
+from fedprompt.runs import attendance
 from fedprompt.runs.final_figures import FinalTest, final_figures, stored_results, stored_test
-from fedprompt.runs.store import PRIVACY, REFUSED, STREAMS, WARNING, RoundRecord, RunReader
+from fedprompt.runs.store import PRIVACY, STREAMS, WARNING, RoundRecord, RunReader
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -152,7 +153,7 @@ class Run:
                 if not isinstance(spent, int | float):
                     raise self._damaged(f"seconds of round {record.round}")
                 seconds[phase] = seconds.get(phase, 0.0) + spent
-        settings = self.config
+        settings, covered = self.config, self.coverage()
         return {
             "run": self.name,
             "method": settings.label,
@@ -164,6 +165,8 @@ class Run:
             "bytes_down": sum(record.bytes_down for record in records),
             "bytes_up": sum(record.bytes_up for record in records),
             "refused": self.refused(),
+            "absent": self.absent(),
+            **({"tested": covered.tested, "to_test": covered.of} if covered else {}),
             "epsilon": self.epsilon(),
             "seconds": seconds,
         }
@@ -173,8 +176,16 @@ class Run:
 
     def refused(self) -> dict[str, int]:
         """Number of updates that the guard refused, by rule."""
-        rules = [str(detail.get("rule")) for detail in self.reader.details(REFUSED)]
-        return {rule: rules.count(rule) for rule in sorted(set(rules))}
+        return attendance.refusals(self.reader)
+
+    def absent(self) -> int:
+        """How often a client that was picked sent no update, or none in time."""
+        return attendance.absences(self.reader)
+
+    def coverage(self) -> attendance.Coverage | None:
+        """How many clients the figures of `summary` are of, where some could not be tested; else None."""
+        evaluated = [record.round for record in self.rounds() if record.summary is not None]
+        return attendance.coverage(self.reader, evaluated[-self.config.federation.last_rounds :])
 
     def warnings(self) -> list[str]:
         """Signs that training did not work, each with the setting to change."""
