@@ -21,6 +21,7 @@ from fedprompt.runs.store import PRIVACY, STREAMS, WARNING, RoundRecord, RunRead
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
     from fedprompt.data.partition.manifest import Manifest
     from fedprompt.inference.trained_client import TrainedClient
@@ -76,6 +77,14 @@ class Run:
         from fedprompt.runs.frames import frames
 
         return frames(self)
+
+    def metrics(self, specificity: float = 0.9, **options: Any) -> DataFrame:
+        """Balanced accuracy, macro-F1, AUROC (one class against the rest) and sensitivity at a specificity: a data frame with
+        a row for each client, each domain, and all together.
+
+        Predicts the test images again, so it needs them; for the options see `TrainedClient.open`.
+        """
+        return import_module("fedprompt.inference.run_metrics").run_metrics(self, specificity, **options)
 
     def plot(self) -> Figure:
         """Average and Worst Local by round. A notebook shows the picture; `savefig` writes it to a file."""
