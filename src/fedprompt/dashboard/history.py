@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from fedprompt.dashboard.run_reader import NewEvent, NewRound
 from fedprompt.metrics.accuracy import is_summary
+from fedprompt.runs.attendance import ABSENT
 from fedprompt.runs.final_figures import EVENT, RESULT
 from fedprompt.runs.store import PRIVACY, REFUSED
 
@@ -44,6 +45,8 @@ class History:
     last_event: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
+    absent: int = 0
+    """How often a client that was picked sent no update."""
     latest: deque[NewEvent] = field(default_factory=lambda: deque(maxlen=LATEST))
     spent_rounds: array[int] = field(default_factory=lambda: array("q"))
     spent: array[float] = field(default_factory=lambda: array("d"))
@@ -90,7 +93,9 @@ class History:
                 self.latest.append(each)
             if each.kind == EVENT and isinstance(each.figure, dict) and is_summary(each.figure):
                 self.final_test = (each.round, each.figure["average"], each.figure["worst"])
-            if each.kind == REFUSED:
+            if each.kind == REFUSED and str(each.figure) in ABSENT:
+                self.absent += 1
+            elif each.kind == REFUSED:
                 _count(self.refused, str(each.figure))
             if each.kind == PRIVACY:
                 self.spent_rounds.append(each.round)

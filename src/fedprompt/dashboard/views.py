@@ -204,6 +204,7 @@ def _figures(history: History, last: int) -> dict[str, Any]:
         "epsilon": plain(history.spent[-1]) if history.spent else None,
         "private": bool(history.spent),
         "refused": dict(history.refused.most_common(20)),
+        "absent": history.absent,
     }
 
 

@@ -23,6 +23,7 @@ from fedprompt.experiment.pace import Pace, as_time
 from fedprompt.federation.observer import Observer
 from fedprompt.io.safe_text import safe_line
 from fedprompt.metrics.accuracy import final_title, mean_title
+from fedprompt.runs.attendance import ABSENT, Coverage
 from fedprompt.runs.store import RoundRecord
 
 LINE_EVERY = 15.0  # seconds, inside a round, where there is no terminal
@@ -67,6 +68,7 @@ class LiveProgress(Observer):
         self._pace = Pace(self._begin)
         self._expected = False  # whether the time of all rounds was said
         self._figures: Mapping[str, Any] = {}
+        self._coverage: Coverage | None = None  # of the last evaluation
 
     def started(self, config: Config, client_names: Sequence[str], rounds_done: int) -> None:
         self._names = [safe_line(name) for name in client_names]
@@ -133,7 +135,9 @@ class LiveProgress(Observer):
         )
 
     def refused(self, round: int, failure: Failure) -> None:
-        self._tell(f"  round {round}: refused {self._who(failure.client)} ({failure.rule}: {failure.value})")
+        what = f"{failure.rule}: {failure.value}"
+        word = "absent" if failure.rule in ABSENT else "refused"
+        self._tell(f"  round {round}: {word} {self._who(failure.client)} ({what})")
 
     def untested(self, round: int, failure: Failure) -> None:
         self._tell(f"  round {round}: not tested {self._who(failure.client)} ({failure.rule}: {failure.value})")
@@ -149,6 +153,7 @@ class LiveProgress(Observer):
         )
 
     def evaluated(self, round: int, done: int, of: int) -> None:
+        self._coverage = Coverage(done, of)
         self._show(doing=f"evaluated {done}/{of} clients")
 
     def committed(self, record: RoundRecord) -> None:
@@ -157,7 +162,7 @@ class LiveProgress(Observer):
         values = {"loss": "-" if record.loss is None else f"{record.loss:.4f}", "ETA": self._left()}
         if record.summary is not None:
             values[f"Average{self._on}"] = f"{100 * record.summary['average']:.2f} %"
-            values[f"Worst Local{self._on}"] = f"{100 * record.summary['worst']:.2f} %"
+            values[f"Worst Local{self._on}"] = f"{100 * record.summary['worst']:.2f} %{self._of_how_many()}"
         self._show(**values)
         if self._live is None:
             figures = "  ".join(f"{key} {value}" for key, value in values.items())
@@ -170,8 +175,13 @@ class LiveProgress(Observer):
     def finished(self) -> None:
         self.stop()
         figures = "  ".join(f"{title} {100 * value:.2f} %" for title, value in _concluding(self._figures).items())
-        which = _images(self._figures)
-        self._console.print(f"  done: {figures or 'no round was evaluated'}{which}", highlight=False, soft_wrap=True)
+        figures = f"{figures}{self._of_how_many()}" if figures else "no round was evaluated"
+        self._console.print(f"  done: {figures}{_images(self._figures)}", highlight=False, soft_wrap=True)
+
+    def _of_how_many(self) -> str:
+        """Beside figures where some clients could not be tested: how many were."""
+        covered = self._coverage
+        return "" if covered is None or covered.tested == covered.of else f" ({covered.sentence()})"
 
     def stop(self) -> None:
         """Give the terminal back, also when the run failed."""

@@ -102,4 +102,4 @@ class Client:
 
 
 if __name__ == "__main__":
-    print("\n".join(Client(Path(__file__).parent).predict(sys.argv[1:])))
+    print(json.dumps(Client(Path(__file__).parent).predict(sys.argv[1:])))

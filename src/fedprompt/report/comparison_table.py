@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from fedprompt.config import TunedConfig
 from fedprompt.io.safe_text import safe_line
 from fedprompt.metrics.accuracy import final_title, mean_title
+from fedprompt.runs.attendance import Coverage
 from fedprompt.runs.families import BUDGET, TASK, Family, Labelled, Settings, disagreements, families, section
 from fedprompt.runs.novel_figures import stored_figures
 from fedprompt.runs.run import Run
@@ -23,6 +24,8 @@ from fedprompt.runs.run import Run
 NOTHING = "–"  # what was not measured; never a zero
 LEVEL = "≈"  # behind a figure that is within the spread of the one in bold
 LOCAL_HEAD = ("fedper", "fedrep")  # variants that keep the head of their method at the client
+AT_MOST = "≤ "  # before a lowest accuracy where some clients could not be tested
+WORST = ("worst", "final_worst", "picked_worst", "bottom_decile")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ class Row(Labelled):
     """Some of its clients are malicious."""
     refused: dict[str, int] = field(default_factory=dict)
     """Refused updates of all its runs together, by rule."""
+    absent: int = 0
+    """How often a client that was picked sent nothing, in all its runs together."""
+    coverage: Coverage | None = None
+    """The evaluation with the fewest clients that its figures are of, where some could not be tested."""
     epsilon: float | None = None
     """The largest epsilon that one of its runs has spent; None without privacy."""
     warnings: tuple[str, ...] = ()
@@ -198,6 +205,8 @@ def row_of(family: Family) -> Row:
         repeated=family.repeated,
         attacked=any(run.config.attack is not None for run in family.runs),
         refused=dict(sum((Counter(run.refused()) for run in family.runs), Counter[str]())),
+        absent=sum(run.absent() for run in family.runs),
+        coverage=min((part for run in family.runs if (part := run.coverage())), key=_share, default=None),
         epsilon=max((spent for run in family.runs if (spent := run.epsilon()) is not None), default=None),
         warnings=tuple(dict.fromkeys(text for run in family.runs for text in run.warnings())),
         evaluations=max(run.summary().get("evaluations", 1) for run in family.runs),
@@ -210,6 +219,10 @@ def head_of(run: Run) -> str:
     if variant == "fedbabu":
         return "shared_then_finetune"
     return "local" if variant in LOCAL_HEAD else str(run.config.method.get("head", ""))
+
+
+def _share(found: Coverage) -> float:
+    return found.tested / found.of
 
 
 def _images(family: Family) -> str:
@@ -285,6 +298,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if row.refused
     ]
+    absent = [f"{row.title}: {row.absent} times" for row in rows if row.absent]
+    missing = [f"{row.title}: {row.coverage.sentence()}" for row in rows if row.coverage]
     validation = [row.title for row in rows if row.images == "validation"]
     once = [f"{row.title}: {row.images}" for row in rows if row.images not in ("test", "validation")]
     tuned = [f"{row.title}: {given(row.tuned)}" for row in rows if row.tuned is not None]
@@ -304,6 +319,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ("Settings tuned on validation images", tuned),
         ("Settings not tuned", untuned),
         ("Not tuned equally", unequal([row.tuned for row in rows if row.tuned is not None])),
+        ("Not every client was tested, so Worst Local can be lower", missing),
+        ("Clients that were picked and absent", absent),
         ("Updates refused by the guard", refused),
         ("Warnings", [f"{row.title}: {text}" for row in rows for text in row.warnings]),
         ("Differential privacy, epsilon spent", private),
@@ -342,7 +359,8 @@ def ranked(rows: Sequence[Row], key: str) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         value = row.values.get(key)
-        if row.finished and value is not None and math.isfinite(value.mean):
+        whole = row.coverage is None or key not in WORST
+        if row.finished and whole and value is not None and math.isfinite(value.mean):
             kind = json.dumps([section(row.settings, TASK), row.head], sort_keys=True)
             groups.setdefault(kind, []).append(number)
     return [numbers for numbers in groups.values() if len(numbers) > 1]
@@ -378,8 +396,10 @@ def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list
         line = [Cell(safe_line(row.title))]
         for column in columns:
             value = row.values.get(column.key)
-            mark = f" {LEVEL}" if number in level[column.key] else ""
-            line.append(Cell(NOTHING if value is None else column.write(value) + mark, number in best[column.key]))
+            text = NOTHING if value is None else column.write(value)
+            before = AT_MOST if row.coverage and value is not None and column.key in WORST else ""
+            behind = f" {LEVEL}" if number in level[column.key] else ""
+            line.append(Cell(f"{before}{text}{behind}", number in best[column.key]))
         table.append([*line, Cell(str(len(row.seeds))), Cell(str(row.rounds))])
     return table
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedprompt.report.comparison_table import NOTHING
+from fedprompt.runs.attendance import ABSENT
 from fedprompt.runs.families import Family
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import PRIVACY, REFUSED
@@ -32,7 +33,17 @@ class Refusal:
 
 
 def refusals(run: Run) -> list[Refusal]:
-    """In the order in which they happened."""
+    """Updates that broke a rule, in the order in which they came."""
+    return [each for each in unused(run) if each.rule not in ABSENT]
+
+
+def absences(run: Run) -> list[Refusal]:
+    """Updates that did not come, or not in time."""
+    return [each for each in unused(run) if each.rule in ABSENT]
+
+
+def unused(run: Run) -> list[Refusal]:
+    """Both, in the order in which they happened."""
     found = [(round, client) for round, client, kind, _ in run.reader.events() if kind == REFUSED]
     details = run.reader.details(REFUSED)  # the same events, read strictly
     return [

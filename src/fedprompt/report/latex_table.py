@@ -11,6 +11,7 @@ from fedprompt.report.tasks import Task, by_task
 from fedprompt.runs.run import Run
 
 SPECIAL = {
+    "≤": r"$\leq$",
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",

@@ -206,9 +206,14 @@ def _partition_picture(run: Run, partition: heatmaps.Partition, column: Column) 
 
 
 def refused_updates(runs: Sequence[Run]) -> Part:
-    shown, rows = [], []
+    shown, rows, absent = [], [], []
     for run in runs:
-        found = events.refusals(run)
+        found, away = events.refusals(run), events.absences(run)
+        if away:
+            clients = sorted({each.client for each in away if each.client is not None})
+            names = listed([events.client_name(run, client) for client in clients])
+            rounds = listed([str(round) for round in sorted({each.round for each in away})])
+            absent.append(f"{run.name}: absent, no update came: {names}, in rounds {rounds}.")
         if found:
             caption = f"{run.name}: {len(found)} updates that the guard kept out, by round, client and rule."
             shown.append(Picture(f"refused-{slug(run.name)}", caption, cost_plots.refusal_picture(run)))
@@ -225,9 +230,9 @@ def refused_updates(runs: Sequence[Run]) -> Part:
             ]
             rows.append([Cell(cell) for cell in cells])
     if not rows:
-        return Part("Rejected updates")
+        return Part("Rejected updates", absent)
     head = ["Run", "Rule", "Updates", "Rounds", "Clients", "Found at first"]
-    return _part("Rejected updates", shown, tables=[Table("Rejected updates", head, rows, "text")])
+    return _part("Rejected updates", shown, texts=absent, tables=[Table("Rejected updates", head, rows, "text")])
 
 
 def privacy_budget(arranged: Arrangement) -> Part:

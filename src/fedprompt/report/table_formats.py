@@ -78,6 +78,7 @@ def json_rows(tasks: Sequence[Task]) -> list[dict[str, Any]]:
             "rounds": row.rounds,
             "of": row.of,
             "finished": row.finished,
+            **({"tested": row.coverage.tested, "to_test": row.coverage.of} if row.coverage else {}),
             **({"tuned": row.tuned.model_dump(mode="json")} if row.tuned is not None else {}),
             **{column.key: _plain(row.values.get(column.key)) for column in all_columns(everything)},
             **({} if task.against is None else {"against": paired_table.plain(task, row.title)}),

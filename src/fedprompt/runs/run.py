@@ -15,11 +15,13 @@ from fedprompt.config import Config
 from fedprompt.data.partition import client_names
 from fedprompt.errors import ConfigError, DataError, RunError
 from fedprompt.metrics.accuracy import is_result, is_summary
+from fedprompt.runs import attendance
 from fedprompt.runs.final_figures import FinalTest, final_figures, stored_results, stored_test
-from fedprompt.runs.store import PRIVACY, REFUSED, STREAMS, WARNING, RoundRecord, RunReader
+from fedprompt.runs.store import PRIVACY, STREAMS, WARNING, RoundRecord, RunReader
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
     from fedprompt.data.partition.manifest import Manifest
     from fedprompt.inference.trained_client import TrainedClient
@@ -75,6 +77,14 @@ class Run:
         from fedprompt.runs.frames import frames
 
         return frames(self)
+
+    def metrics(self, specificity: float = 0.9, **options: Any) -> DataFrame:
+        """Balanced accuracy, macro-F1, AUROC (one class against the rest) and sensitivity at a specificity: a data frame with
+        a row for each client, each domain, and all together.
+
+        Predicts the test images again, so it needs them; for the options see `TrainedClient.open`.
+        """
+        return import_module("fedprompt.inference.run_metrics").run_metrics(self, specificity, **options)
 
     def plot(self) -> Figure:
         """Average and Worst Local by round. A notebook shows the picture; `savefig` writes it to a file."""
@@ -152,7 +162,7 @@ class Run:
                 if not isinstance(spent, int | float):
                     raise self._damaged(f"seconds of round {record.round}")
                 seconds[phase] = seconds.get(phase, 0.0) + spent
-        settings = self.config
+        settings, covered = self.config, self.coverage()
         return {
             "run": self.name,
             "method": settings.label,
@@ -164,6 +174,8 @@ class Run:
             "bytes_down": sum(record.bytes_down for record in records),
             "bytes_up": sum(record.bytes_up for record in records),
             "refused": self.refused(),
+            "absent": self.absent(),
+            **({"tested": covered.tested, "to_test": covered.of} if covered else {}),
             "epsilon": self.epsilon(),
             "seconds": seconds,
         }
@@ -173,8 +185,16 @@ class Run:
 
     def refused(self) -> dict[str, int]:
         """Number of updates that the guard refused, by rule."""
-        rules = [str(detail.get("rule")) for detail in self.reader.details(REFUSED)]
-        return {rule: rules.count(rule) for rule in sorted(set(rules))}
+        return attendance.refusals(self.reader)
+
+    def absent(self) -> int:
+        """How often a client that was picked sent no update, or none in time."""
+        return attendance.absences(self.reader)
+
+    def coverage(self) -> attendance.Coverage | None:
+        """How many clients the figures of `summary` are of, where some could not be tested; else None."""
+        evaluated = [record.round for record in self.rounds() if record.summary is not None]
+        return attendance.coverage(self.reader, evaluated[-self.config.federation.last_rounds :])
 
     def warnings(self) -> list[str]:
         """Signs that training did not work, each with the setting to change."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from remote_run import (
     sites_with,
     tiny_settings,
 )
+from rich.console import Console
 from support import StopAfter, Stopped, run, shared_tensors, worst_difference
 
 from fedprompt.config.registries import TRACKERS
@@ -30,9 +33,11 @@ from fedprompt.engines.remote.node import Site
 from fedprompt.engines.remote.protocol import Answer, Order
 from fedprompt.errors import ConfigError, DataError, QuorumError, RunError
 from fedprompt.experiment import tracking
+from fedprompt.experiment.progress import LiveProgress
 from fedprompt.experiment.sites import SECRET, SitesExperiment
 from fedprompt.experiment.tracking import Tracker
 from fedprompt.federation.loop import Observer
+from fedprompt.report.comparison_table import Spread, cells, columns, comparison, header, notes, winners
 from fedprompt.runs.run import Run
 from fedprompt.runs.store import REFUSED, RUN_ID, UNTESTED, WARNING, RoundRecord
 
@@ -214,6 +219,54 @@ def test_a_site_that_is_away_at_the_beginning_is_a_client_that_may_come_later(
     assert refused == {1, 2}, "the messages of round 2 went out with the evaluation of round 1, before it came"
     assert [client for _, client, _ in events(found, UNTESTED)] == [3]
     assert kept_tensors(found, 3, folders(found, tmp_path)[3]) is not None
+
+
+class TestASiteThatIsGone:
+    """One of four sites is killed after round 1 of 3; it has sent its update of round 2 by then."""
+
+    @pytest.fixture
+    def said(self) -> io.StringIO:
+        return io.StringIO()
+
+    @pytest.fixture
+    def found(self, post: SiteRecorder, tmp_path: Path, said: io.StringIO) -> Run:
+        class Killing(LiveProgress):
+            def committed(self, record: RoundRecord) -> None:
+                super().committed(record)
+                post.sites.pop("client_2", None)
+
+        experiment = SitesExperiment(config(tmp_path, federation={"rounds": 3}))
+        return experiment.federate(post, observer=Killing(Console(file=said, width=200)))
+
+    def test_is_told_beside_the_figures(self, found: Run, said: io.StringIO) -> None:
+        worst = 100 * found.summary()["worst"]
+        assert f"Worst Local {worst:.2f} % (tested 3 of 4 clients)" in said.getvalue().splitlines()[-1]
+        assert found.coverage() == (3, 4)
+        assert (found.summary()["tested"], found.summary()["to_test"]) == (3, 4)
+
+    def test_is_absent_and_not_refused(self, found: Run, said: io.StringIO) -> None:
+        assert (found.refused(), found.absent()) == ({}, 1)
+        assert "round 3: absent client_2 (absent: must be connected)" in said.getvalue()
+        assert "refused" not in said.getvalue()
+
+    def test_marks_worst_local_in_tables(self, found: Run) -> None:
+        (row,) = comparison([found])
+        names, (line,) = header(columns([row])), cells([row], columns([row]))
+        shown = dict(zip(names, [cell.text for cell in line], strict=True))
+        assert shown["Worst Local"] == f"≤ {100 * found.summary()['worst']:.2f}"
+        assert not shown["Average"].startswith("≤")
+        assert f"Not every client was tested, so Worst Local can be lower: {row.title}: tested 3 of 4 clients" in notes(
+            [row]
+        )
+        assert f"Clients that were picked and absent: {row.title}: 1 times" in notes([row])
+        assert not [note for note in notes([row]) if "refused" in note]
+
+    def test_does_not_win_by_it(self, found: Run) -> None:
+        (row,) = comparison([found])
+        better = replace(row, values={**row.values, "worst": Spread(1.0, None), "average": Spread(1.0, None)})
+        complete = replace(row, coverage=None)
+        assert winners([better, complete], "average") == {0}
+        assert winners([better, complete, complete], "worst") == {1, 2}
 
 
 def test_trackers_get_what_the_server_has(post: SiteRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

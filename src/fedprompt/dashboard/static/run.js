@@ -80,7 +80,7 @@ export function run(id) {
     epsilon: whenChanged((points) => charts.epsilon.update([{ label: "Epsilon", place: 5, dashed: "", points }])),
     domains: whenChanged((domains) => holders.domains.replaceChildren(byDomain(domains))),
     phases: whenChanged((phases) => holders.phases.replaceChildren(byPhase(phases))),
-    refused: whenChanged((refused) => holders.refused.replaceChildren(byRule(refused))),
+    refused: whenChanged(({ refused, absent }) => holders.refused.replaceChildren(byRule(refused), absentNote(absent))),
     events: whenChanged((events) => holders.events.replaceChildren(eventList(events))),
     last: whenChanged((rows) => holders.last.replaceChildren(lastRounds(rows))),
     clients: whenChanged((clients) => {
@@ -142,7 +142,7 @@ export function run(id) {
     panel.domains.hidden = !Object.keys(answer.domains).length;
     drawn.domains(answer.domains);
     drawn.phases(answer.phases);
-    drawn.refused(figures.refused);
+    drawn.refused({ refused: figures.refused, absent: figures.absent });
     drawn.events(answer.events);
     drawn.last(answer.last);
   }
@@ -215,6 +215,10 @@ function byPhase(phases) {
   const total = rows.reduce((sum, [, seconds]) => sum + seconds, 0);
   if (!rows.length) return h("p", { class: "note" }, "Nothing was timed yet.");
   return bars(rows.map(([name, seconds]) => [name, total ? seconds / total : 0, `${duration(seconds)} · ${percent(total ? seconds / total : 0, 0)}`]));
+}
+
+function absentNote(absent) {
+  return absent ? h("p", { class: "note" }, `Clients were picked and absent ${absent} times: no update came.`) : "";
 }
 
 function byRule(refused) {

@@ -1,0 +1,93 @@
+"""Figures beside accuracy, from labels and class probabilities; by the definitions of scikit-learn.
+
+    recall_c = M_cc / sum_k M_ck            over the confusion matrix M: rows are labels, columns predictions
+    balanced accuracy = mean of recall_c    over classes that have images
+    F1_c = 2 M_cc / (sum_k M_ck + sum_k M_kc),   macro-F1 = its mean over classes that are labels or predictions
+    AUROC = mean over classes c of P(p_c(image of c) > p_c(another)), ties counted half
+    sensitivity at specificity s = mean over classes of the largest true positive rate whose false positive rate is at most 1 - s
+
+A class without images, or the only one with images, has neither AUROC nor sensitivity and is left out of their means.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Figures:
+    """What is known of some labelled images and their predictions."""
+
+    confusion: Array
+    """(C, C) counts."""
+    auroc: float
+    """NaN where no class can be told from another."""
+    sensitivity: float
+    """At the given specificity; NaN likewise."""
+
+    @classmethod
+    def of(cls, labels: Array, probabilities: Array, specificity: float = 0.9) -> Figures:
+        """Of labels (N,) and probabilities (N, C)."""
+        classes = probabilities.shape[1]
+        confusion = np.zeros((classes, classes), dtype=np.int64)
+        np.add.at(confusion, (labels, probabilities.argmax(1)), 1)
+        pairs = [(labels == number, probabilities[:, number]) for number in range(classes)]
+        pairs = [(positive, scores) for positive, scores in pairs if 0 < positive.sum() < len(positive)]
+        areas = [auroc(positive, scores) for positive, scores in pairs]
+        found = [sensitivity(positive, scores, specificity) for positive, scores in pairs]
+        return cls(confusion, _mean(areas), _mean(found))
+
+    @property
+    def images(self) -> int:
+        return int(self.confusion.sum())
+
+    @property
+    def accuracy(self) -> float:
+        return float(np.trace(self.confusion) / self.images)
+
+    @property
+    def balanced_accuracy(self) -> float:
+        labelled = self.confusion.sum(1)
+        here = labelled > 0
+        return float((np.diag(self.confusion)[here] / labelled[here]).mean())
+
+    @property
+    def macro_f1(self) -> float:
+        total = self.confusion.sum(0) + self.confusion.sum(1)
+        here = total > 0
+        return float((2 * np.diag(self.confusion)[here] / total[here]).mean())
+
+    def to_dict(self) -> dict[str, float]:
+        """The numbers, by name."""
+        names = ("images", "accuracy", "balanced_accuracy", "macro_f1", "auroc", "sensitivity")
+        return {name: getattr(self, name) for name in names}
+
+
+def rates(positive: Array, scores: Array) -> tuple[Array, Array]:
+    """False and true positive rate at every threshold, from the highest: images of one score change sides together."""
+    values, place = np.unique(-scores, return_inverse=True)
+    counts = [np.bincount(place[chosen], minlength=len(values)) for chosen in (~positive, positive)]
+    false, true = (np.concatenate([[0], np.cumsum(count)]) / count.sum() for count in counts)
+    return false, true
+
+
+def auroc(positive: Array, scores: Array) -> float:
+    """The area under the curve of the two rates."""
+    false, true = rates(positive, scores)
+    return float(np.trapezoid(true, false))
+
+
+def sensitivity(positive: Array, scores: Array, specificity: float) -> float:
+    """The largest true positive rate where the specificity is at least the given one."""
+    false, true = rates(positive, scores)
+    return float(true[false <= 1 - specificity + 1e-12].max())  # 1 - 0.9 is less than 0.1
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else math.nan
