@@ -83,6 +83,8 @@ class PFedPG(FedVPT):
             "descriptors": generator.normal(world.clients, width) * self.descriptor_std,
             **{name: xavier(width, generator) for name in WEIGHTS},
         }
+        if self.prompt_init == "blank":
+            server["generator.output"] = torch.zeros(width, width)
         precise = torch.promote_types(world.dtype, torch.float32)
         own = {
             "own.prompt": torch.zeros_like(base, dtype=world.dtype, device=world.device),

@@ -27,7 +27,7 @@ from fedprompt.errors import ConfigError
 from fedprompt.features.image_bank import ImageBank, Images
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.methods.sgpt import SGPT, group_shares
-from fedprompt.modules.insertion import VisionPrompt, vpt_bound
+from fedprompt.modules.insertion import BLANK_NOISE, VisionPrompt, vpt_bound
 from fedprompt.random_streams import stream
 from fedprompt.tensors import Tensors
 
@@ -650,8 +650,21 @@ def test_the_default_blocks_fit_every_depth(blocks: int) -> None:
     SGPT(groups=2).check(toy_world(blocks=blocks), None)  # type: ignore[arg-type]
 
 
-def test_shared_prompts_start_at_zero_group_prompts_as_vpt_and_keys_orthonormal() -> None:
-    roles = SGPT(groups=6).init(toy_world(width=8), seeded(3))
+def test_all_prompts_start_as_tokens_of_a_blank_image_with_noise_of_their_own() -> None:
+    blank = 10 * torch.eye(3, 8)  # by block
+    method = SGPT(groups=6, shared_blocks=(0, 2), first_tokens=2, group_blocks=(1, 2))
+    shared = method.init(replace(toy_world(width=8), blank=lambda: blank), seeded(3)).shared
+    noise = {
+        "shared": shared["shared_prompts"] - blank[[0, 0, 2]],
+        "group": shared["group_prompts"].squeeze(2) - blank[[1, 2]],
+    }
+    for found in noise.values():
+        assert 0 < float(found.abs().min()) < float(found.abs().max()) <= BLANK_NOISE * vpt_bound(4, 8)
+        assert len(found.unique()) == found.numel()
+
+
+def test_with_random_ones_shared_prompts_start_at_zero_group_prompts_as_vpt_and_keys_orthonormal() -> None:
+    roles = SGPT(groups=6, prompt_init="random").init(toy_world(width=8), seeded(3))
     assert not roles.shared["shared_prompts"].any()
     prompts, bound = roles.shared["group_prompts"], vpt_bound(4, 8)
     assert prompts.abs().max() <= bound
