@@ -1,8 +1,8 @@
 """SGPT (Deng et al., CVPR 2024, arXiv 2310.18285): shared prompts, and prompts for groups of images.
 
 Shared tokens enter at the first blocks, one token of the image's group at each of the next blocks. Tokens are appended
-and stay, so the sequence grows. With the group on, the head reads the mean of CLS and the group tokens' outputs after
-the final norm; with it off, CLS.
+and stay, so the sequence grows. The head reads CLS. In the paper it reads, with the group on, the mean of CLS and the
+group tokens' outputs after the final norm (`group_readout`).
 
     query        q = relu(CLS of the pass without prompts), after the last block or after the first `query_block` blocks
     similarity   c_g = cos(q, key_g); keys are normalised on use, so their lengths do not matter
@@ -32,7 +32,9 @@ Our choices where the source states nothing:
 - freq is a share, not a raw count: the 5e-4 then weighs the same in every round.
 - Where the key loss ends before stage 2 does, the rest of stage 2 starts with a new optimiser.
 - All prompts start as tokens of a blank image (`prompt_init`), as in the other methods: random group tokens, which stay in
-  the sequence and are averaged with CLS, cost accuracy before training begins. `random` is the paper's start.
+  the sequence, cost accuracy before training begins. `random` is the paper's start.
+- The head reads CLS in both stages. With `group_readout` one head has to fit two kinds of rows in turns, and the outputs of
+  group tokens outweigh CLS three to one (docs/discussion.md).
 - The vote of a batch (`batch_vote`) and the balancing are only for training. Before an evaluation, heads are tuned with
   groups chosen as at test.
 - A client does 2 E epochs. With `equal_compute` it does E in all: stage 1 gets the larger half of the epochs. A single
@@ -117,6 +119,8 @@ class SGPT(SharedPrompts):
     """Share of the old keys in the new ones."""
     equal_compute: bool = False
     """Divide the local epochs between the stages instead of giving them to each."""
+    group_readout: bool = False
+    """With groups, read the mean of CLS and the group tokens' outputs, as in the paper, instead of CLS."""
     prompt_init: PromptStart = "blank"
     """Initial group prompts: tokens of a blank image, VPT's uniform ones, or zeros. Shared ones: blank too, or zeros."""
 
@@ -126,7 +130,7 @@ class SGPT(SharedPrompts):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return ("cls", "prompts")
+        return ("cls", "prompts") if self.group_readout else ("cls",)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -218,6 +222,8 @@ class SGPT(SharedPrompts):
         )
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        if not self.group_readout:
+            return super().logits(world, params, seen, batch, noise)
         assert seen.prompts is not None
         rows = seen.prompts[:, : len(self.blocks_of_groups(world))]
         return heads.read_head(params, torch.cat([seen.cls.unsqueeze(1), rows], dim=1).mean(1))

@@ -191,6 +191,7 @@ def test_three_rounds_equal_the_naive_implementation(settings: Any, folder: Path
         train={"lr": LR, "batch_size": BATCH, "epochs": EPOCHS, "momentum": MOMENTUM, "weight_decay": DECAY},
         method={
             "name": "sgpt",
+            "group_readout": True,
             "head": head,
             "groups": 3,
             "shared_blocks": [0, 1],
@@ -258,7 +259,7 @@ def test_three_rounds_equal_the_naive_implementation(settings: Any, folder: Path
 def test_the_sequence_grows_by_one_token_per_prompted_block(
     settings: Any, monkeypatch: pytest.MonkeyPatch, first_tokens: int
 ) -> None:
-    method = SGPT(groups=2, shared_blocks=(0, 1), group_blocks=(1, 2), first_tokens=first_tokens)
+    method = SGPT(groups=2, shared_blocks=(0, 1), group_blocks=(1, 2), first_tokens=first_tokens, group_readout=True)
     bench = Bench(settings(), method)
     lengths: dict[int, int] = {}
     plain = ViT._block
@@ -277,16 +278,18 @@ def test_the_sequence_grows_by_one_token_per_prompted_block(
     assert seen.prompts.shape[1] == first_tokens + 3
 
 
-def test_the_head_reads_the_mean_of_cls_and_the_group_rows(settings: Any) -> None:
+@pytest.mark.parametrize("readout", [True, False])
+def test_the_head_reads_cls_or_the_mean_of_cls_and_the_group_rows(settings: Any, readout: bool) -> None:
     """A last group token that comes in at the last block and a shared one there too: only the group's are read."""
-    method = SGPT(groups=1, shared_blocks=(0, 2), group_blocks=(1, 2))
+    method = SGPT(groups=1, shared_blocks=(0, 2), group_blocks=(1, 2), group_readout=readout)
     bench = Bench(settings(), method)
     params, positions = bench.params(), torch.arange(4)
     tokens = params["group_prompts"][0]  # (2, 1, d)
     shared = VisionPrompt(params["shared_prompts"].unsqueeze(1), (0, 2), mode="append")
     group = VisionPrompt(tokens, (1, 2), mode="append")
     rows = bench.backbone.run(bench.images.tokens(positions), [shared, group], ("cls", "prompts"))
-    feature = (rows["cls"] + rows["prompts"][:, 2] + rows["prompts"][:, 3]) / 3
+    mean = (rows["cls"] + rows["prompts"][:, 2] + rows["prompts"][:, 3]) / 3
+    feature = mean if readout else rows["cls"]
     expected = feature @ params["head.weight"].T + params["head.bias"]
     torch.testing.assert_close(bench.logits(params, positions), expected, atol=1e-5, rtol=1e-5)
 
