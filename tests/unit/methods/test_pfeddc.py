@@ -290,7 +290,7 @@ def test_vision_prompts_have_no_position_and_leave_those_of_the_patches_alone(se
 
 
 def test_the_fusion_does_not_look_at_images(settings: Any) -> None:
-    method = PFedDC(vision_depth=2)
+    method = PFedDC(vision_depth=2, context_tokens=16)
     world, _, _ = prepared(settings(), method)
     given = method.prompts(world, everything(world), Batch(torch.zeros(7, dtype=torch.long)), {})
     assert given.text["context"].tokens.shape == (16, 32)
@@ -339,7 +339,7 @@ def count(tensors: Tensors) -> int:
 
 
 def test_sizes_at_the_widths_of_clip() -> None:
-    roles = clip_world(PFedDC()).roles
+    roles = clip_world(PFedDC(context_tokens=16, vision_start="random")).roles
     assert count(roles.shared) == 16 * 512 + 4 * 768 == 11_264
     assert count(stripped("fusion.text.", roles.local)) == 4 * (512**2 + 512) == 1_050_624
     assert count(stripped("fusion.vision.", roles.local)) == 4 * (768**2 + 768) == 2_362_368
@@ -356,7 +356,7 @@ def test_deep_prompts_have_tokens_for_every_block_and_one_attention() -> None:
 
 
 def test_global_prompts_go_up_and_all_else_stays(settings: Any) -> None:
-    done = run(settings(federation={"rounds": 2, **ONCE}), PFedDC())
+    done = run(settings(federation={"rounds": 2, **ONCE}), PFedDC(context_tokens=16))
     assert set(shared_tensors(done)) == {"global_text", "global_vision"}
     for record in done.rounds()[1:]:
         assert record.bytes_up == record.bytes_down == 4 * 4 * (16 * 32 + 4 * 32)
@@ -380,7 +380,7 @@ def test_after_a_round_all_clients_receive_the_weighted_mean_of_the_global_promp
 
 
 def test_shared_attention_goes_up_with_the_prompts(settings: Any) -> None:
-    method = PFedDC(share_attention=True)
+    method = PFedDC(share_attention=True, context_tokens=16)
     done = run(settings(federation={"rounds": 1, **ONCE}), method)
     assert {name for name in shared_tensors(done) if not name.startswith("fusion.")} == set(GROUPS[:2])
     assert set(local_tensors(done, 0)) == {"local_text", "local_vision", TRAINED}
@@ -477,7 +477,7 @@ def test_the_metrics_say_how_much_is_global_and_whether_the_attention_has_collap
         ({"heads": 5}, "method.heads must divide the width 32 of the text tower, got 5"),
         ({"vision_depth": 4}, "method.vision_depth must be at most the 3 blocks of the backbone, got 4"),
         ({"use_local": False, "use_global": False}, "method.use_local or method.use_global must be true, got False"),
-        ({"fusion": "mean", "local_tokens": 3}, r"method.local_tokens must be the 16 .* \(mean\), got 3"),
+        ({"fusion": "mean", "context_tokens": 16, "local_tokens": 3}, r"method.local_tokens must be the 16 .* \(mean\), got 3"),
         ({"fusion": "sum", "local_vision_tokens": 3}, r"method.local_vision_tokens must be the 4 .* \(sum\), got 3"),
         ({"direction": "bidirectional", "local_tokens": 3}, r"method.local_tokens .* \(bidirectional\), got 3"),
         ({"fusion": "cross"}, "method.fusion"),
@@ -498,7 +498,7 @@ def test_settings_that_cannot_work_are_refused(settings: Any, given: dict[str, A
         {"heads": 5, "fusion": "mean"},
         {"heads": 5, "use_global": False},
         {"fusion": "concat", "local_tokens": 3, "local_vision_tokens": 2},
-        {"fusion": "mean", "local_tokens": 16},
+        {"fusion": "mean", "context_tokens": 16, "local_tokens": 16},
         {"fusion": "mean", "use_vision": False, "local_vision_tokens": 2},
     ],
 )
