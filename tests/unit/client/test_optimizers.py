@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.client.optimizers import OptimizerState, clipped_by_group, optimizer_step, rate_schedule
-from fedprompt.config import TrainConfig
+from fedprompt.config import TrainConfig, parse
 from fedprompt.core.recipe import PLAIN, Recipe, group_of, resolve
 from fedprompt.errors import ConfigError
 
@@ -184,3 +184,16 @@ def test_rates_of_adam_are_no_rates_for_sgd() -> None:
 def test_resolving_twice_changes_nothing() -> None:
     once = resolve(TrainConfig(), RECIPE)
     assert resolve(once, RECIPE) == once
+
+
+def test_a_relative_rate_is_a_share_of_the_root_mean_square_that_a_tensor_began_with() -> None:
+    train = train_config(lr=0.5, lrs={"context": "40%"})
+    begun = {"context": torch.tensor([[3.0, 4.0]]), "local.context": torch.empty(0, 2), "gate": torch.ones(1)}
+    found = rate_schedule(train, tuple(begun), begun, [1], 1, 1, 10, fitting=False).at(0)
+    assert found == {"context": pytest.approx(0.4 * 12.5**0.5), "local.context": 0.0, "gate": 0.5}
+
+
+@pytest.mark.parametrize("rate", ["40", "-4%", "%", "40 %"])
+def test_a_rate_that_is_neither_a_number_nor_a_share_is_refused(rate: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.lrs\.context"):
+        parse({"train": {"lrs": {"context": rate}}})

@@ -178,6 +178,8 @@ def test_settings_that_cannot_work_are_refused(settings: Any, given: dict[str, A
 
 
 def test_independent_prompts_go_with_class_specific_contexts(settings: Any) -> None:
-    done = run(settings(**SHORT), FedMaPLe(coupling="independent", context_tokens=2, class_specific=True, vision_tokens=1))
+    done = run(
+        settings(**SHORT), FedMaPLe(coupling="independent", context_tokens=2, class_specific=True, vision_tokens=1)
+    )
     assert shared_tensors(done)["context"].shape == (5, 2, 32)
     assert shared_tensors(done)["vision"].shape == (3, 1, 32)

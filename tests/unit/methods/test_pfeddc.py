@@ -29,6 +29,7 @@ from fedprompt.methods.pfeddc import PFedDC
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.modules.contexts import Language
 from fedprompt.modules.fusion import Direction
+from fedprompt.modules.insertion import vpt_bound
 from fedprompt.tensors import Tensors, stripped
 
 pytestmark = pytest.mark.unit
@@ -477,7 +478,10 @@ def test_the_metrics_say_how_much_is_global_and_whether_the_attention_has_collap
         ({"heads": 5}, "method.heads must divide the width 32 of the text tower, got 5"),
         ({"vision_depth": 4}, "method.vision_depth must be at most the 3 blocks of the backbone, got 4"),
         ({"use_local": False, "use_global": False}, "method.use_local or method.use_global must be true, got False"),
-        ({"fusion": "mean", "context_tokens": 16, "local_tokens": 3}, r"method.local_tokens must be the 16 .* \(mean\), got 3"),
+        (
+            {"fusion": "mean", "context_tokens": 16, "local_tokens": 3},
+            r"method.local_tokens must be the 16 .* \(mean\), got 3",
+        ),
         ({"fusion": "sum", "local_vision_tokens": 3}, r"method.local_vision_tokens must be the 4 .* \(sum\), got 3"),
         ({"direction": "bidirectional", "local_tokens": 3}, r"method.local_tokens .* \(bidirectional\), got 3"),
         ({"fusion": "cross"}, "method.fusion"),
@@ -521,6 +525,23 @@ def test_a_random_start_of_the_attention_is_xaviers_for_all_maps_and_everything_
     found = gradients(method, everything(world), world, runtime)
     for name in GROUPS:
         assert any(bool(gradient.any()) for other, gradient in found.items() if other.startswith(name)), name
+
+
+@pytest.mark.parametrize("method", [PFedDC(vision_depth=2), FedMaPLe(coupling="independent", vision_depth=2)])
+def test_vision_prompts_start_near_the_tokens_of_a_blank_image(settings: Any, method: Any) -> None:
+    world, backbone, _ = prepared(settings(), method)
+    found = {name: each for name, each in world.roles.initial.items() if name.endswith("vision")}
+    assert found
+    blank = backbone.blank_tokens()[:2].unsqueeze(1)
+    for prompt in found.values():
+        assert float((prompt - blank).abs().max()) <= 0.3 * vpt_bound(world.patch, world.width)
+        assert not torch.equal(prompt[:, 0], prompt[:, 1])
+
+
+def test_the_maps_of_maple_start_at_the_tokens_of_a_blank_image(settings: Any) -> None:
+    world, backbone, _ = prepared(settings(), FedMaPLe())
+    far = (world.roles.shared["coupling.bias"] - backbone.blank_tokens()).abs().max()
+    assert float(far) <= 0.3 * vpt_bound(world.patch, world.width)
 
 
 def test_local_vision_prompts_may_start_as_means_of_patch_embeddings(settings: Any) -> None:

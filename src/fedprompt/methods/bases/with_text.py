@@ -26,11 +26,11 @@ PLAIN_WORDS = "a photo of a"  # as CLIP's users put before a class name
 RATES: Mapping[str, float | str] = {
     "*context": "40%",
     "*_text": "40%",
-    "*vision": "5%",
+    "*vision": "2%",
     "coupling.*": 1e-4,
     "gate.*": 0.003,
-    "fusion.*": 3e-5,  # a map of zeros from d numbers of order 1: its output changes by up to d times the rate
-    "low_rank.*": 0.005,
+    "fusion.*": 1e-5,  # a map of zeros from d numbers of order 1: its output changes by up to d times the rate
+    "low_rank.*": 0.02,
 }
 
 
@@ -49,7 +49,7 @@ class WithText(Method):
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(lr=0.001, lrs=RATES)
+        return Recipe(lr=0.001, lrs=RATES, schedule="cosine")
 
     @property
     def uses_text(self) -> bool:
