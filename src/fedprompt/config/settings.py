@@ -167,7 +167,7 @@ class TrainConfig(Grown):
     lr: Rate | Auto = "auto"
     """Learning rate of every tensor that `lrs` does not name. `auto` takes the rates the method recommends."""
     lrs: dict[str, Rate | RelativeRate] = {}
-    """Learning rates by name pattern of tensors, such as `head.*: 0.001`, or `context: 30%` of its root mean square at first. The first match counts."""
+    """Learning rates by name pattern of tensors: `head.*: 0.001`, or a share of their size: `context: 30%`. The first match counts."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = "auto"
     """Momentum of SGD. `auto` is what the method recommends, or 0.9 where `lr` is a number."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
