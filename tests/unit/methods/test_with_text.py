@@ -70,7 +70,7 @@ def test_recommended_rates_of_contexts_follow_the_size_of_the_words(settings: An
     assert contexts
     for each, start in contexts.items():
         rate = learning_rate(train, each, world.roles.initial)
-        assert rate == pytest.approx(0.4 * float(start.double().square().mean().sqrt()))
+        assert rate == pytest.approx(0.8 * float(start.double().square().mean().sqrt()))
 
 
 @pytest.mark.parametrize(

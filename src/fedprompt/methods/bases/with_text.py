@@ -24,8 +24,8 @@ PLAIN_WORDS = "a photo of a"  # as CLIP's users put before a class name
 
 
 RATES: Mapping[str, float | str] = {
-    "*context": "40%",
-    "*_text": "40%",
+    "*context": "80%",
+    "*_text": "80%",
     "*vision": "2%",
     "coupling.*": 1e-4,
     "gate.*": 0.003,
