@@ -22,7 +22,7 @@ from fedprompt.random_streams import Stream
 
 PLAIN_WORDS = "a photo of a"  # as CLIP's users put before a class name
 
-
+# Of Adam, chosen on validation images (docs/discussion.md). What a frozen tower reads moves by a share of its own size.
 RATES: Mapping[str, float | str] = {
     "*context": "80%",
     "*_text": "80%",
