@@ -18,7 +18,7 @@ from fedprompt.evaluation.leak_audit import open_audit
 from fedprompt.inference.loaded_run import LoadedRun
 from fedprompt.random_streams import EDITION
 from fedprompt.report import comparison_table, html_report
-from fedprompt.runs.run import Run, require_same_ground
+from fedprompt.runs.run import Run, as_it_was, require_same_ground
 from fedprompt.runs.store import STREAMS
 
 pytestmark = pytest.mark.unit
@@ -131,3 +131,10 @@ def test_a_run_of_other_streams_is_read_compared_and_reported(settings: Settings
     assert old.summary() == whole
     comparison_table.notes(comparison_table.comparison([new, old]))
     assert "client_3" in html_report.render([old])
+
+
+def test_a_stored_run_from_before_a_setting_of_its_method_says_what_the_method_did_then() -> None:
+    stored = {"method": {"name": "fedmaple", "context_tokens": 2, "context_words": ""}}
+    assert as_it_was(stored)["method"]["vision_start"] == "random"
+    now = {"method": {"name": "fedmaple", "vision_start": "blank"}}
+    assert as_it_was(now) == now
