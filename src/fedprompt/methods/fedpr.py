@@ -8,8 +8,8 @@ directions (the leading eigenvectors of P^T P), each step D of the prompt, as th
 r = int(d (1 - kept_share)). Where r >= rank(P), P (D Pi)^T = 0: the new prompt keeps what the old one did. The first
 round is not projected, so it is FedVPT-D; `depth: 1` is the shallow version.
 
-- The norm reduces the effective learning rate (25 times for d = 768 and 80 % kept); it is on because the authors' code
-  has it.
+- The authors' code divides by the norm. Then every step but those of the first round is 25 times shorter (d = 768, 80 %
+  kept), and no rate serves both. It is off by default, so that one rate serves all rounds.
 - r is rounded down from the decimal number, not from its nearest float: d = 40 with 80 % kept drops 8 directions, where
   int(40 * (1 - 0.8)) is 7.
 - Where r > rank(P), the dropped null directions depend on the linear algebra library: the invariants hold on every
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.core.method import Client, World
-from fedprompt.core.recipe import Recipe
 from fedprompt.core.registry import register
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.fedvpt import FedVPTDeep
@@ -43,13 +42,8 @@ class FedPR(FedVPTDeep):
 
     kept_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of the d directions in which the prompt may change."""
-    normalise_projector: bool = True
+    normalise_projector: bool = False
     """Divide the projector by its Frobenius norm, as the authors do."""
-
-    @property
-    def recipe(self) -> Recipe:
-        """The normalised projector makes every step of the prompt about 20 times shorter."""
-        return Recipe(lr=0.05 if self.normalise_projector else 0.003, lrs={"head.*": 0.003})
 
     def dropped(self, width: int) -> int:
         """r, the number of directions in which a prompt may not change."""

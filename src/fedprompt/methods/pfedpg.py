@@ -15,7 +15,8 @@ are kept in single precision at least, since steps of alpha vanish in half preci
 paper's, is: in one round P_base moves by about a thousandth of the mean change, and the adapted prompts, which a client
 keeps to predict with, do most of the work. Nor do generated prompts differ much at first: with ViT-B/16's base prompts
 of norm 1 and standard normal descriptors the a_n lie about 0.01 from their mean, with `descriptor_std: 10` about 0.1
-(the initial descriptors are our choice).
+(the initial descriptors are our choice). Base prompts start as tokens of a blank image (`prompt_init`); W_O is then
+scaled by 0.1, so that a_n does not outweigh them.
 
 With `depth` q > 1 there are base prompts for each of the first q blocks; the one descriptor attends to those of each
 block with the same W.
@@ -47,6 +48,7 @@ from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, pick, prefixed, stripped
 
 WEIGHTS = ("generator.query", "generator.key", "generator.value", "generator.output")
+QUIET = 0.1  # first length of what the generator adds to blank tokens, as a share of theirs
 SENT = "sent."  # copies of the server's tensors on their way to a client that was held out
 
 
@@ -83,6 +85,8 @@ class PFedPG(FedVPT):
             "descriptors": generator.normal(world.clients, width) * self.descriptor_std,
             **{name: xavier(width, generator) for name in WEIGHTS},
         }
+        if self.prompt_init == "blank":
+            server["generator.output"] *= QUIET
         precise = torch.promote_types(world.dtype, torch.float32)
         own = {
             "own.prompt": torch.zeros_like(base, dtype=world.dtype, device=world.device),

@@ -1,8 +1,8 @@
 """SGPT (Deng et al., CVPR 2024, arXiv 2310.18285): shared prompts, and prompts for groups of images.
 
 Shared tokens enter at the first blocks, one token of the image's group at each of the next blocks. Tokens are appended
-and stay, so the sequence grows. With the group on, the head reads the mean of CLS and the group tokens' outputs after
-the final norm; with it off, CLS.
+and stay, so the sequence grows. The head reads CLS. In the paper it reads, with the group on, the mean of CLS and the
+group tokens' outputs after the final norm (`group_readout`).
 
     query        q = relu(CLS of the pass without prompts), after the last block or after the first `query_block` blocks
     similarity   c_g = cos(q, key_g); keys are normalised on use, so their lengths do not matter
@@ -31,6 +31,10 @@ Our choices where the source states nothing:
   vote, and stands for the same choice in every epoch. Counts do not depend on how batches are cut.
 - freq is a share, not a raw count: the 5e-4 then weighs the same in every round.
 - Where the key loss ends before stage 2 does, the rest of stage 2 starts with a new optimiser.
+- All prompts start as tokens of a blank image (`prompt_init`), as in the other methods: random group tokens, which stay in
+  the sequence, cost accuracy before training begins. `random` is the paper's start.
+- The head reads CLS in both stages. With `group_readout` one head has to fit two kinds of rows in turns, and the outputs of
+  group tokens outweigh CLS three to one (docs/discussion.md).
 - The vote of a batch (`batch_vote`) and the balancing are only for training. Before an evaluation, heads are tuned with
   groups chosen as at test.
 - A client does 2 E epochs. With `equal_compute` it does E in all: stage 1 gets the larger half of the epochs. A single
@@ -54,7 +58,7 @@ from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
 from fedprompt.modules import heads
-from fedprompt.modules.insertion import VisionPrompt, vpt_init
+from fedprompt.modules.insertion import PromptStart, VisionPrompt
 from fedprompt.modules.prompt_keys import cosine, orthonormal_keys
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
@@ -115,6 +119,10 @@ class SGPT(SharedPrompts):
     """Share of the old keys in the new ones."""
     equal_compute: bool = False
     """Divide the local epochs between the stages instead of giving them to each."""
+    group_readout: bool = False
+    """With groups, read the mean of CLS and the group tokens' outputs, as in the paper, instead of CLS."""
+    prompt_init: PromptStart = "blank"
+    """Initial group prompts: tokens of a blank image, VPT's uniform ones, or zeros. Shared ones: blank too, or zeros."""
 
     @property
     def query(self) -> str:
@@ -122,7 +130,7 @@ class SGPT(SharedPrompts):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return ("cls", "prompts")
+        return ("cls", "prompts") if self.group_readout else ("cls",)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -152,11 +160,13 @@ class SGPT(SharedPrompts):
         return False  # weighs clients by their choices
 
     def init(self, world: World, generator: Stream) -> Roles:
-        blocks = len(self.blocks_of_groups(world))
-        group_prompts = vpt_init(self.groups * blocks, 1, world.width, world.patch, generator)
+        group_blocks, (first, *rest) = self.blocks_of_groups(world), self.blocks_of_shared(world)
+        group_prompts = world.initial_prompt(self.prompt_init, group_blocks * self.groups, 1, generator)
+        shared_init: PromptStart = "blank" if self.prompt_init == "blank" else "zero"
+        shared_blocks = [first] * self.first_tokens + rest
         shared = {
-            "shared_prompts": torch.zeros(self.first_tokens + len(self.blocks_of_shared(world)) - 1, world.width),
-            "group_prompts": group_prompts.unflatten(0, (self.groups, blocks)),
+            "shared_prompts": world.initial_prompt(shared_init, shared_blocks, 1, generator).squeeze(1),
+            "group_prompts": group_prompts.unflatten(0, (self.groups, len(group_blocks))),
             "keys": orthonormal_keys(self.groups, world.width, generator),
         }
         roles = Roles(
@@ -212,6 +222,8 @@ class SGPT(SharedPrompts):
         )
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
+        if not self.group_readout:
+            return super().logits(world, params, seen, batch, noise)
         assert seen.prompts is not None
         rows = seen.prompts[:, : len(self.blocks_of_groups(world))]
         return heads.read_head(params, torch.cat([seen.cls.unsqueeze(1), rows], dim=1).mean(1))

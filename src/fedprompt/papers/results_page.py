@@ -210,15 +210,20 @@ def markdown_table(table: Table) -> str:
 def page(results: Sequence[Result]) -> str:
     """docs/results.md: all results, each with what made it."""
     parts = [HEAD + "\n" + READING]
-    reproductions = [each for each in results if each.kind == "reproduction"]
-    if reproductions:
+    of_papers = [each for each in results if is_of_a_paper(each)]
+    if of_papers:
         parts.append("## Tables of papers, in small\nOurs is left of the bar, the paper's right of it.")
-    for result in reproductions:
+    for result in of_papers:
         parts.append("\n\n".join([f"### {result.title}", *_body(result)]))
     for result in results:
-        if result.kind != "reproduction":
+        if not is_of_a_paper(result):
             parts.append("\n\n".join([f"## {result.title}", *_body(result)]))
     return wrapped("\n\n".join(parts)) + "\n"
+
+
+def is_of_a_paper(result: Result) -> bool:
+    """Whether a table is a paper's, such as `pfedbayespt/table1`, and not the grid of a config of ours."""
+    return result.kind == "reproduction" and "/" in result.name
 
 
 def wrapped(markdown: str, width: int = 120) -> str:

@@ -91,7 +91,7 @@ def test_a_prompt_of_more_tokens_than_dropped_directions_leaves_a_rest(
 def test_the_projector_is_that_of_the_gram_matrix_by_the_book() -> None:
     """Where the dropped directions belong to different singular values the projector is unique: numpy's on P^T P must give it."""
     prompt = random_prompt(2, 16, 40)
-    found = projector(FedPR(), prompt).numpy()
+    found = projector(FedPR(normalise_projector=True), prompt).numpy()
     for block in range(2):
         rows = prompt[block].numpy().astype(np.float64)
         kept = np.linalg.svd(rows.T @ rows)[2].T[:, 8:]
@@ -106,6 +106,12 @@ def test_a_prompt_along_one_axis_may_not_move_along_it() -> None:
     torch.testing.assert_close(found[0], torch.diag(torch.tensor([1.0, 1, 0, 1, 1])), atol=1e-6, rtol=0)
 
 
+def test_by_default_a_step_along_kept_directions_is_as_long_as_in_the_first_round() -> None:
+    found = projector(FedPR(), random_prompt(2, 3, 40))
+    torch.testing.assert_close(found @ found, found, atol=1e-5, rtol=0)
+    assert found.diagonal(dim1=1, dim2=2).sum(1).tolist() == pytest.approx([32.0, 32.0], abs=1e-3)
+
+
 def test_every_block_is_projected_by_its_own_prompt() -> None:
     prompt = random_prompt(2, 3, 40)
     both = projector(FedPR(), prompt)
@@ -116,7 +122,7 @@ def test_every_block_is_projected_by_its_own_prompt() -> None:
 def test_keeping_every_direction_is_a_multiple_of_the_identity() -> None:
     prompt = random_prompt(2, 3, 36)
     eye = torch.eye(36).expand(2, -1, -1)
-    torch.testing.assert_close(projector(FedPR(kept_share=1.0), prompt), eye / 6)
+    torch.testing.assert_close(projector(FedPR(kept_share=1.0, normalise_projector=True), prompt), eye / 6)
     torch.testing.assert_close(projector(FedPR(kept_share=1.0, normalise_projector=False), prompt), eye)
 
 
@@ -200,7 +206,7 @@ def test_the_second_round_moves_the_prompt_only_where_the_first_left_nothing(
 def test_normalising_scales_a_first_projected_step_by_the_root_of_what_is_kept() -> None:
     prompt, step = random_prompt(1, 3, 40), random_prompt(1, 3, 40, seed=1)
     changes = []
-    for method in (FedPR(), FedPR(normalise_projector=False)):
+    for method in (FedPR(normalise_projector=True), FedPR()):
         stepped = {"prompt": prompt + step}
         changes.append(method.after_step(world_of(40), stepped, begun(method, prompt), 0)["prompt"] - prompt)
     torch.testing.assert_close(changes[0] * 32**0.5, changes[1], atol=1e-5, rtol=1e-5)

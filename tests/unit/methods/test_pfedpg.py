@@ -111,6 +111,14 @@ def test_one_token_is_answered_with_itself_whatever_the_descriptor() -> None:
         torch.testing.assert_close(method.generate(own, descriptor), expected)
 
 
+def test_what_the_generator_adds_to_blank_tokens_starts_at_a_tenth_of_what_it_adds_to_random_ones() -> None:
+    blank, random = (
+        world_of(PFedPG(prompt_tokens=TOKENS, prompt_init=kind)).roles.server for kind in ("blank", "random")
+    )
+    torch.testing.assert_close(blank["generator.output"], 0.1 * random["generator.output"])
+    torch.testing.assert_close(blank["generator.value"], random["generator.value"])
+
+
 @pytest.mark.parametrize(
     ("width", "heads"), [(768, 12), (384, 12), (192, 12), (32, 8), (40, 10), (24, 12), (13, 1), (7, 7)]
 )
@@ -343,7 +351,13 @@ def test_a_newcomer_starts_from_the_mean_descriptor_of_those_that_take_part() ->
 
 def held_out(settings: Any, **changes: Any) -> dict[str, Any]:
     return settings(
-        method={"name": "pfedpg", "prompt_tokens": 3, "server_lr": 0.1, "descriptor_std": 10.0},
+        method={
+            "name": "pfedpg",
+            "prompt_init": "random",
+            "prompt_tokens": 3,
+            "server_lr": 0.1,
+            "descriptor_std": 10.0,
+        },
         federation={"rounds": 1, "held_out": 0.5, "newcomer_epochs": 2},
         train={"lr": 0.1, "lrs": {"descriptor": 5.0}},
         **changes,

@@ -27,7 +27,7 @@ from fedprompt.errors import ConfigError
 from fedprompt.features.image_bank import ImageBank, Images
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.methods.sgpt import SGPT, group_shares
-from fedprompt.modules.insertion import VisionPrompt, vpt_bound
+from fedprompt.modules.insertion import BLANK_NOISE, VisionPrompt, vpt_bound
 from fedprompt.random_streams import stream
 from fedprompt.tensors import Tensors
 
@@ -191,6 +191,7 @@ def test_three_rounds_equal_the_naive_implementation(settings: Any, folder: Path
         train={"lr": LR, "batch_size": BATCH, "epochs": EPOCHS, "momentum": MOMENTUM, "weight_decay": DECAY},
         method={
             "name": "sgpt",
+            "group_readout": True,
             "head": head,
             "groups": 3,
             "shared_blocks": [0, 1],
@@ -258,7 +259,7 @@ def test_three_rounds_equal_the_naive_implementation(settings: Any, folder: Path
 def test_the_sequence_grows_by_one_token_per_prompted_block(
     settings: Any, monkeypatch: pytest.MonkeyPatch, first_tokens: int
 ) -> None:
-    method = SGPT(groups=2, shared_blocks=(0, 1), group_blocks=(1, 2), first_tokens=first_tokens)
+    method = SGPT(groups=2, shared_blocks=(0, 1), group_blocks=(1, 2), first_tokens=first_tokens, group_readout=True)
     bench = Bench(settings(), method)
     lengths: dict[int, int] = {}
     plain = ViT._block
@@ -277,16 +278,18 @@ def test_the_sequence_grows_by_one_token_per_prompted_block(
     assert seen.prompts.shape[1] == first_tokens + 3
 
 
-def test_the_head_reads_the_mean_of_cls_and_the_group_rows(settings: Any) -> None:
+@pytest.mark.parametrize("readout", [True, False])
+def test_the_head_reads_cls_or_the_mean_of_cls_and_the_group_rows(settings: Any, readout: bool) -> None:
     """A last group token that comes in at the last block and a shared one there too: only the group's are read."""
-    method = SGPT(groups=1, shared_blocks=(0, 2), group_blocks=(1, 2))
+    method = SGPT(groups=1, shared_blocks=(0, 2), group_blocks=(1, 2), group_readout=readout)
     bench = Bench(settings(), method)
     params, positions = bench.params(), torch.arange(4)
     tokens = params["group_prompts"][0]  # (2, 1, d)
     shared = VisionPrompt(params["shared_prompts"].unsqueeze(1), (0, 2), mode="append")
     group = VisionPrompt(tokens, (1, 2), mode="append")
     rows = bench.backbone.run(bench.images.tokens(positions), [shared, group], ("cls", "prompts"))
-    feature = (rows["cls"] + rows["prompts"][:, 2] + rows["prompts"][:, 3]) / 3
+    mean = (rows["cls"] + rows["prompts"][:, 2] + rows["prompts"][:, 3]) / 3
+    feature = mean if readout else rows["cls"]
     expected = feature @ params["head.weight"].T + params["head.bias"]
     torch.testing.assert_close(bench.logits(params, positions), expected, atol=1e-5, rtol=1e-5)
 
@@ -650,8 +653,21 @@ def test_the_default_blocks_fit_every_depth(blocks: int) -> None:
     SGPT(groups=2).check(toy_world(blocks=blocks), None)  # type: ignore[arg-type]
 
 
-def test_shared_prompts_start_at_zero_group_prompts_as_vpt_and_keys_orthonormal() -> None:
-    roles = SGPT(groups=6).init(toy_world(width=8), seeded(3))
+def test_all_prompts_start_as_tokens_of_a_blank_image_with_noise_of_their_own() -> None:
+    blank = 10 * torch.eye(3, 8)  # by block
+    method = SGPT(groups=6, shared_blocks=(0, 2), first_tokens=2, group_blocks=(1, 2))
+    shared = method.init(replace(toy_world(width=8), blank=lambda: blank), seeded(3)).shared
+    noise = {
+        "shared": shared["shared_prompts"] - blank[[0, 0, 2]],
+        "group": shared["group_prompts"].squeeze(2) - blank[[1, 2]],
+    }
+    for found in noise.values():
+        assert 0 < float(found.abs().min()) < float(found.abs().max()) <= BLANK_NOISE * vpt_bound(4, 8)
+        assert len(found.unique()) == found.numel()
+
+
+def test_with_random_ones_shared_prompts_start_at_zero_group_prompts_as_vpt_and_keys_orthonormal() -> None:
+    roles = SGPT(groups=6, prompt_init="random").init(toy_world(width=8), seeded(3))
     assert not roles.shared["shared_prompts"].any()
     prompts, bound = roles.shared["group_prompts"], vpt_bound(4, 8)
     assert prompts.abs().max() <= bound

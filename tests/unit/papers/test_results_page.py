@@ -180,6 +180,12 @@ def test_bytes_that_are_no_result_are_refused_by_name(tmp_path: Path, text: str)
         load(tmp_path / "r.json")
 
 
+def test_a_grid_of_our_own_is_a_section_beside_the_tables_of_papers() -> None:
+    written = page([result(name="mine", title="Mine", paper=None), result()]).splitlines()
+    headings = [line for line in written if line.startswith("##")]
+    assert headings == ["## Tables of papers, in small", "### Table 1 of P, on digits", "## Mine"]
+
+
 def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
     save(result(), tmp_path / "r.json")
     assert load(tmp_path / "r.json") == result()
