@@ -72,6 +72,7 @@ class LocalTraining:
 
     def __init__(self, config: Config, world: World, bank: ImageBank, noise: Noise, sizer: BatchSizer) -> None:
         self.config, self.world, self.bank, self.noise, self.sizer = config, world, bank, noise, sizer
+        self.begun: Tensors = world.roles.initial
         self.listener: Listener | None = None
         self.gauge: Gauge | None = None
         self._gauge: Gauge | None = None  # in the first round
@@ -167,7 +168,9 @@ class LocalTraining:
                 for what in ("noise", "augmentation")
             )
             steps = [len(plans[client][1]) for client in group]
-            rates = rate_schedule(train, stage.trainable, steps, stage.epochs, max(round, 1), rounds, fitting)
+            rates = rate_schedule(
+                train, stage.trainable, self.begun, steps, stage.epochs, max(round, 1), rounds, fitting
+            )
             table = batch_schedule_of(images, [plans[client] for client in group])
             yield ClientBatch(group, images, table, step_needs, draws, augmentation, rates)
 

@@ -146,9 +146,16 @@ class RateSchedule:
 
 
 def rate_schedule(
-    train: TrainConfig, names: Sequence[str], steps: Sequence[int], epochs: int, round: int, rounds: int, fitting: bool
+    train: TrainConfig,
+    names: Sequence[str],
+    begun: Tensors,
+    steps: Sequence[int],
+    epochs: int,
+    round: int,
+    rounds: int,
+    fitting: bool,
 ) -> RateSchedule:
-    """The rates of one stage with that many steps for each client.
+    """The rates of one stage with that many steps for each client, and with tensors that began the run as `begun`.
 
     Fitting before an evaluation is no part of the schedule over rounds: it starts at the full rates, without warm-up.
     """
@@ -156,7 +163,7 @@ def rate_schedule(
     curves: dict[str, list[list[float]]] = {}
     made: dict[tuple[str, float], list[list[float]]] = {}
     for name in names:
-        base = learning_rate(train, name)
+        base = learning_rate(train, name, begun)
         schedule = schedule_of(train, name)
         rates[name] = base * round_factor(schedule, 1 if fitting else round, rounds)
         warm = 0 if fitting else warm_epochs(train, schedule, round)

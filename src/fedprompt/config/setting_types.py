@@ -20,6 +20,7 @@ MOST_EPOCHS = 100_000
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+RelativeRate = Annotated[str, Field(pattern=r"^\d+(\.\d+)?%$")]
 Share = Annotated[float, Field(gt=0, le=1)]
 Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=150, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]

@@ -42,6 +42,7 @@ from fedprompt.config.setting_types import (
     NotNegative,
     Positive,
     Rate,
+    RelativeRate,
     ScheduleName,
     Section,
     Share,
@@ -165,8 +166,8 @@ class TrainConfig(Grown):
     """Optimiser. `auto` is the one the method recommends, or SGD where `lr` is a number. Its state ends with the round."""
     lr: Rate | Auto = "auto"
     """Learning rate of every tensor that `lrs` does not name. `auto` takes the rates the method recommends."""
-    lrs: dict[str, Rate] = {}
-    """Learning rates by name pattern of tensors, such as `head.*: 0.001`. The first pattern that matches counts."""
+    lrs: dict[str, Rate | RelativeRate] = {}
+    """Learning rates by name pattern of tensors: `head.*: 0.001`, or a share of their size: `context: 30%`. The first match counts."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = "auto"
     """Momentum of SGD. `auto` is what the method recommends, or 0.9 where `lr` is a number."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from torch import Tensor
+
 from fedprompt.config import TrainConfig
 from fedprompt.errors import ConfigError, broken
 
@@ -24,8 +26,8 @@ class Recipe:
 
     lr: float = 0.003
     """Learning rate of every tensor that `lrs` does not name."""
-    lrs: Mapping[str, float] = field(default_factory=dict)
-    """Learning rates by name pattern of tensors, such as `head.*`."""
+    lrs: Mapping[str, float | str] = field(default_factory=dict)
+    """Learning rates by name pattern of tensors, such as `head.*`; `30%` is a share of the tensor's size."""
     optimizer: Optimizer = "adam"
     momentum: float = 0.9
     """Of SGD."""
@@ -71,10 +73,20 @@ def matching(patterns: Mapping[str, float | str], name: str) -> float | str | No
     )
 
 
-def learning_rate(train: TrainConfig, name: str) -> float:
-    """The rate of one tensor: its group's, or the general one."""
+def learning_rate(train: TrainConfig, name: str, start: Mapping[str, Tensor]) -> float:
+    """The rate of one tensor: its group's, or the general one.
+
+    A relative rate is a share of the root mean square that the tensor has in `start`. Adam changes every number by about
+    the rate in a step, and how large the numbers are that a frozen tower knows differs from tower to tower.
+    """
     found = matching(train.lrs, name)
+    if isinstance(found, str):
+        return float(found.removesuffix("%")) / 100 * _size(start[name])
     return float(train.lr if found is None else found)
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
 def group_of(name: str, prefixes: tuple[str, ...] = ("ditto.personal.",)) -> str:

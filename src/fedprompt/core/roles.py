@@ -67,6 +67,11 @@ class Roles:
             if minima.setdefault(statistic.count, statistic.minimum) != statistic.minimum:
                 raise ContractError(f"statistics counted by {statistic.count!r} must have one minimum, got several")
 
+    @property
+    def initial(self) -> Tensors:
+        """What a client may train, as it is before the first round."""
+        return {**self.shared, **self.local}
+
     def statistics(self, when: str) -> Mapping[str, Statistic]:
         return self._statistics[when]
 

@@ -23,8 +23,7 @@ this is zero-shot classification. W and b start as torch's linear layers do. Wit
 525,312 numbers to send.
 
 The paper trains with Adam (rate 5e-5, betas 0.9 and 0.98, decay 0.2) and lets every client keep its best adapter; here
-it is SGD like for all methods, which needs a larger rate (`train.lrs: {"adapter.*": ...}`), and clients predict with
-the averaged adapter.
+it is Adam without decay, at a larger rate for few steps, and clients predict with the averaged adapter.
 """
 
 from __future__ import annotations

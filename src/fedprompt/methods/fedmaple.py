@@ -8,6 +8,10 @@ first J blocks and replace those of the block before. After block J they are kep
 
     T_c = g([P, name c]),   I_b = f([image b, V]),   local objective CE(scale * I T^T, y),   plain federated averaging of everything
 
+Vision prompts start as the tokens of a blank image, which leave the features of an image nearly as they were: V_j itself,
+or b_j beside a random W_j. With `vision_start: random` they start as in the public code, like any linear layer or N(0,
+0.02^2).
+
 MaPLe also puts prompts into deeper layers of the *text* tower and couples the vision prompt of layer j to the text
 prompt of layer j. That is left out: our text towers take prompts at their input only, so deep text prompts are not
 inserted, and all J maps read the one context P. At J = 1 the two are the same model. With ViT-B/16, m = 2 and J = 9
@@ -44,14 +48,14 @@ MAPLE_DEPTH = 9
 class FedMaPLe(PromptFL):
     """Text and vision prompts averaged over clients. MaPLe begins with `context_words: a photo`."""
 
-    context_tokens: Annotated[int, Field(ge=1)] = 2
-    """m, learnable words of a context."""
     coupling: Literal["maple", "independent"] = "maple"
     """Vision prompts are linear maps of the text context, or independent prompts."""
     vision_tokens: Annotated[int, Field(ge=0)] | None = None
     """Vision tokens per prompted block; null for the context's length, the only value that coupling maple allows."""
     vision_depth: Annotated[int, Field(ge=1)] | None = None
     """J, number of blocks with vision prompts; null for MaPLe's nine, or all blocks of a smaller tower."""
+    vision_start: Literal["blank", "random"] = "blank"
+    """Start of the maps' biases, or of independent prompts: tokens of a blank image, or random."""
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
@@ -69,10 +73,17 @@ class FedMaPLe(PromptFL):
         depth = self.vision_depth or min(MAPLE_DEPTH, world.blocks)
         if self.coupling == "maple":
             shared |= _new_maps(depth, world.text.width, world.width, generator)
+            if self.vision_start == "blank":
+                shared["coupling.bias"] = world.initial_prompt("blank", range(depth), 1, generator).squeeze(1)
         else:
             tokens = self.context_length(world) if self.vision_tokens is None else self.vision_tokens
-            shared |= {"vision": random_context(tokens, world.width, generator, depth)} if tokens else {}
+            shared |= {"vision": self._new_prompts(depth, tokens, world, generator)} if tokens else {}
         return Roles(shared=world.placed(shared))
+
+    def _new_prompts(self, depth: int, tokens: int, world: World, generator: Stream) -> Tensor:
+        if self.vision_start == "blank":
+            return world.initial_prompt("blank", range(depth), tokens, generator)
+        return random_context(tokens, world.width, generator, depth)
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         text = super().prompts(world, params, batch, noise).text

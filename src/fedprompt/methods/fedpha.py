@@ -50,10 +50,8 @@ Length = Annotated[int, Field(ge=1)]
 class FedPHA(WithLocalContext):
     """A global context, and local ones of any length."""
 
-    context_tokens: Annotated[int, Field(ge=1)] = 16
-    """m, learnable words of the global context."""
     local_tokens: Length | Annotated[tuple[Length, ...], Field(min_length=1)] | None = None
-    """Words of the local contexts: one number, or a list that clients use in turn; null for m."""
+    """Words of the local contexts: one number, or a list that clients use in turn; null for m. They begin at random."""
     kept_ratio: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of the global context's directions that is kept, the weaker ones."""
     margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
@@ -73,19 +71,19 @@ class FedPHA(WithLocalContext):
             check_room(world, "local_tokens", max(self.lengths))
 
     def own(self, world: World, context: Tensor, generator: Stream) -> Tensors:
-        longest = max(self.lengths)
+        longest = max(self.lengths, default=self.context_tokens)
         return {"local_context": replace(self, context_tokens=longest).new_context(world, generator)}
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of the local contexts, used by the clients in turn."""
+        """Lengths of the local contexts, used by the clients in turn; empty for that of the global one."""
         if isinstance(self.local_tokens, tuple):
             return self.local_tokens
-        return (self.local_tokens or self.context_tokens,)
+        return () if self.local_tokens is None else (self.local_tokens,)
 
     def enrol(self, world: World, client: Client) -> Tensors:
         """A client begins with the first words of the declared context, up to its own length."""
-        if len(self.lengths) == 1:
+        if len(self.lengths) < 2:
             return {}
         length = self.lengths[client.index % len(self.lengths)]
         return {"local_context": world.roles.local["local_context"][..., :length, :]}

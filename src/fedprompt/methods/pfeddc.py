@@ -16,10 +16,12 @@ Which prompt is the query is not known either: `direction`. With `local_queries`
 enter only through A; with `global_queries` it is the other way round, and clients predict with the global prompt until
 their A has learned.
 
-Vision prompts start at N(0, 0.02^2), or with `vision_start: patches` a client's local ones start as means of patch
-embeddings of its training images: token t of the block is the mean over all its images and over the t-th part of the
-patches, at the input of that block. A transformer normalises every token, so a random prompt, however short, is a token
-like any other, of a kind that the frozen blocks have never seen.
+Vision prompts start as the tokens of a blank image at their block, with a little noise: they leave the features of an
+image nearly as they were. With `vision_start: random` they start at N(0, 0.02^2). A transformer normalises every token,
+so a random prompt, however short, is a token like any other, of a kind that the frozen blocks have never seen. With
+`vision_start: patches` a client's local ones start as means of patch embeddings of its training images: token t of the
+block is the mean over all its images and over the t-th part of the patches, at the input of that block; global ones are
+then random.
 
 `freeze_global` is the control that separates what sharing gives from what the attention's capacity gives: the same model,
 but the global prompts stay at their common random start, so nothing that clients learn is shared.
@@ -95,8 +97,8 @@ class PFedDC(WithText):
     """Heads of each attention."""
     attention_start: Start = "zero"
     """Start of the attentions' output maps: zero (the fused prompt is the residual), or random like the other maps."""
-    vision_start: Literal["random", "patches"] = "random"
-    """Start of the local vision prompts: random, or means of patch embeddings of the client's training images."""
+    vision_start: Literal["blank", "random", "patches"] = "blank"
+    """Start of vision prompts: tokens of a blank image, random, or random with local ones from the client's patches."""
     freeze_global: bool = False
     """Keep the global prompts at their start: a control in which clients share nothing that they learn."""
     measure_drift: bool = True
@@ -245,14 +247,20 @@ class PFedDC(WithText):
     def _new_global(self, modality: str, world: World, generator: Stream) -> Tensor:
         if modality == "text":
             return self.new_context(world, generator)
-        return random_context(self.vision_tokens, world.width, generator, self.vision_depth or world.blocks)
+        return self._new_vision(self.vision_tokens, world, generator)
+
+    def _new_vision(self, tokens: int, world: World, generator: Stream) -> Tensor:
+        depth = self.vision_depth or world.blocks
+        if self.vision_start == "blank":
+            return world.initial_prompt("blank", range(depth), tokens, generator)
+        return random_context(tokens, world.width, generator, depth)
 
     def _new_local(self, modality: str, world: World, generator: Stream) -> Tensor:
         if modality == "text" and self.local_tokens is not None:
             classes = world.classes if self.class_specific else None
             return random_context(self.local_tokens, world.text.width, generator, classes)
         if modality == "vision" and self.local_vision_tokens is not None:
-            return random_context(self.local_vision_tokens, world.width, generator, self.vision_depth or world.blocks)
+            return self._new_vision(self.local_vision_tokens, world, generator)
         return self._new_global(modality, world, generator)
 
     def _check_text_room(self, world: World) -> None:

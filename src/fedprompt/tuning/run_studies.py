@@ -20,7 +20,7 @@ from fedprompt.runs.lock import disk, locked
 from fedprompt.tuning import study
 from fedprompt.tuning.outcome import Outcome, conclude_study, prepared
 from fedprompt.tuning.plan import PLAN, Plan
-from fedprompt.tuning.space import has_setting, search_space
+from fedprompt.tuning.space import has_setting, search_space, with_plain_rates
 from fedprompt.tuning.study_page import write_page
 
 MOST_TRIALS = 100_000
@@ -91,6 +91,7 @@ def _checked(config: Config) -> Config:
 
 def _planned(config: Config, world: World, section: Mapping[str, Any], directory: Path, trials: int) -> Plan:
     method = registry.build(config.method, config.variant)
+    config = with_plain_rates(config, method, world)
     space = search_space(config, method, world, section)
     if not space:
         rule = "have something to tune: a learning rate, a search space of its own, or an entry in tune:"

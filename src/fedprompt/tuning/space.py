@@ -40,14 +40,27 @@ def _declared(method: Method) -> dict[str, FloatRange | Choice]:
 
 def _rates(train: TrainConfig, method: Method, world: World) -> dict[str, FloatRange]:
     """A range for the learning rate of every group of trained tensors, around the rate it has in the config."""
-    found: dict[str, FloatRange] = {}
+    rates = _by_group(train, method, world)
+    return {f"{RATES}{group}": FloatRange(rate / FACTOR, rate * FACTOR) for group, rate in rates.items() if rate > 0}
+
+
+def _by_group(train: TrainConfig, method: Method, world: World) -> dict[str, float]:
+    """The learning rate of every group of trained tensors, by the pattern of its names."""
+    found: dict[str, float] = {}
     for name in trained(method, world, train):
         group = group_of(name).rpartition(".")[2]  # copies that a variant makes have the rates of the originals
-        rate = learning_rate(train, name)
         inside = name.split(group, 1)[1].startswith(".")
-        if rate > 0:
-            found.setdefault(f"{RATES}{group}{'.*' if inside else ''}", FloatRange(rate / FACTOR, rate * FACTOR))
+        found.setdefault(f"{group}{'.*' if inside else ''}", learning_rate(train, name, world.roles.initial))
     return found
+
+
+def with_plain_rates(config: Config, method: Method, world: World) -> Config:
+    """The config with a number for every relative learning rate: trials change numbers."""
+    if not any(isinstance(rate, str) for rate in config.train.lrs.values()):
+        return config
+    plain = {pattern: rate for pattern, rate in config.train.lrs.items() if not isinstance(rate, str)}
+    found = {group: rate for group, rate in _by_group(config.train, method, world).items() if group not in plain}
+    return config.model_copy(update={"train": config.train.model_copy(update={"lrs": {**found, **plain}})})
 
 
 def trained(method: Method, world: World, train: TrainConfig) -> list[str]:
@@ -121,9 +134,8 @@ def start_of(config: Config, space: SearchSpace) -> dict[str, Any]:
     for setting, each in space.items():
         section, _, name = setting.partition(".")
         if setting.startswith(RATES):
-            value: Any = learning_rate(
-                config.train, setting.removeprefix(RATES).replace("*", "x")
-            )  # of a tensor of the group
+            of_group = setting.removeprefix(RATES).replace("*", "x")
+            value: Any = learning_rate(config.train, of_group, {})
         else:
             values = config.model_dump(mode="json").get(section)
             value = values.get(name) if isinstance(values, dict) else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.client.optimizers import OptimizerState, clipped_by_group, optimizer_step, rate_schedule
-from fedprompt.config import TrainConfig
+from fedprompt.config import TrainConfig, parse
 from fedprompt.core.recipe import PLAIN, Recipe, group_of, resolve
 from fedprompt.errors import ConfigError
 
@@ -97,7 +97,7 @@ def test_the_group_of_a_tensor_is_the_first_part_of_its_name(name: str, group: s
 
 def rates_at(step: int, round: int = 1, steps: tuple[int, ...] = (4,), epochs: int = 2, **values: Any) -> list[float]:
     """The rates of the tensor `x` of every client that still takes steps."""
-    schedule = rate_schedule(train_config(**values), ["x"], steps, epochs, round, 10, fitting=False)
+    schedule = rate_schedule(train_config(**values), ["x"], {}, steps, epochs, round, 10, fitting=False)
     found = schedule.at(step)["x"]
     return found.tolist() if isinstance(found, Tensor) else [found] * len(steps)
 
@@ -132,26 +132,26 @@ def test_clients_with_fewer_steps_have_a_curve_of_their_own() -> None:
 
 def test_a_group_has_a_schedule_of_its_own() -> None:
     train = train_config(schedule="constant", schedules={"head.*": "cosine"})
-    found = rate_schedule(train, ["prompt", "head.bias"], [4], 1, 6, 10, fitting=False).at(0)
+    found = rate_schedule(train, ["prompt", "head.bias"], {}, [4], 1, 6, 10, fitting=False).at(0)
     assert found == {"prompt": 1.0, "head.bias": pytest.approx(0.5)}
 
 
 def test_fitting_before_an_evaluation_starts_at_the_full_rates() -> None:
     train = train_config(schedule="cosine", warmup_epochs=3)
-    assert rate_schedule(train, ["x"], [4], 1, 9, 10, fitting=True).at(0) == {"x": 1.0}
+    assert rate_schedule(train, ["x"], {}, [4], 1, 9, 10, fitting=True).at(0) == {"x": 1.0}
 
 
 def test_the_sum_of_the_rates_of_a_client_counts_its_own_steps() -> None:
-    constant = rate_schedule(train_config(lr=0.5), ["x"], [4, 2], 1, 1, 10, fitting=False)
+    constant = rate_schedule(train_config(lr=0.5), ["x"], {}, [4, 2], 1, 1, 10, fitting=False)
     assert [constant.sums(0, 4), constant.sums(1, 2)] == [{"x": 2.0}, {"x": 1.0}]
-    falling = rate_schedule(train_config(schedule="local_cosine"), ["x"], [4], 1, 1, 10, fitting=False)
+    falling = rate_schedule(train_config(schedule="local_cosine"), ["x"], {}, [4], 1, 1, 10, fitting=False)
     assert falling.sums(0, 4)["x"] == pytest.approx(2.5)
 
 
 def test_the_first_matching_pattern_sets_the_rate_also_inside_the_names_of_a_variant() -> None:
     train = train_config(lrs={"head.bias": 3.0, "head.*": 2.0})
     names = ["prompt", "head.weight", "head.bias", "ditto.personal.head.weight"]
-    found = rate_schedule(train, names, [1], 1, 1, 10, fitting=False).at(0)
+    found = rate_schedule(train, names, {}, [1], 1, 1, 10, fitting=False).at(0)
     assert list(found.values()) == [1.0, 2.0, 3.0, 2.0]
 
 
@@ -184,3 +184,16 @@ def test_rates_of_adam_are_no_rates_for_sgd() -> None:
 def test_resolving_twice_changes_nothing() -> None:
     once = resolve(TrainConfig(), RECIPE)
     assert resolve(once, RECIPE) == once
+
+
+def test_a_relative_rate_is_a_share_of_the_root_mean_square_that_a_tensor_began_with() -> None:
+    train = train_config(lr=0.5, lrs={"context": "40%"})
+    begun = {"context": torch.tensor([[3.0, 4.0]]), "local.context": torch.empty(0, 2), "gate": torch.ones(1)}
+    found = rate_schedule(train, tuple(begun), begun, [1], 1, 1, 10, fitting=False).at(0)
+    assert found == {"context": pytest.approx(0.4 * 12.5**0.5), "local.context": 0.0, "gate": 0.5}
+
+
+@pytest.mark.parametrize("rate", ["40", "-4%", "%", "40 %"])
+def test_a_rate_that_is_neither_a_number_nor_a_share_is_refused(rate: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.lrs\.context"):
+        parse({"train": {"lrs": {"context": rate}}})

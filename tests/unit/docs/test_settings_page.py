@@ -42,7 +42,7 @@ def test_every_setting_is_described_in_a_sentence() -> None:
     [
         "| `weight_decay` | number, ≥ 0 | `0.0` | Weight decay: in the gradient of SGD and Adam, beside it with AdamW. |",
         "| `kind` | `nan`, `scale`, `sign_flip`, `label_flip`, `forged_weight`, `free_rider` | required | What malicious clients do",
-        "| `lrs` | map of text to number, ≥ 0 | `{}` |",
+        "| `lrs` | map of text to number, ≥ 0 or text, like `^\\d+(\\.\\d+)?%$` | `{}` |",
         "| `mean` | list of 3 × number or null | `null` |",
         "| `device` | text, like `^(cpu\\|mps\\|cuda(:\\d+)?)$` | `cpu` |",
     ],

@@ -126,7 +126,7 @@ def test_without_vision_tokens_it_is_promptfl(settings: Any) -> None:
 
 @pytest.mark.parametrize("coupling", ["maple", "independent"])
 def test_everything_is_averaged_and_nothing_is_kept(settings: Any, coupling: Any) -> None:
-    method = FedMaPLe(coupling=coupling)
+    method = FedMaPLe(coupling=coupling, context_tokens=2)
     done = run(settings(**SHORT), method)
     names = {"maple": {"coupling.weight", "coupling.bias"}, "independent": {"vision"}}[coupling]
     assert set(shared_tensors(done)) == {"context", *names}
@@ -139,11 +139,11 @@ def test_everything_is_averaged_and_nothing_is_kept(settings: Any, coupling: Any
 
 
 def test_sizes_at_the_widths_of_clip() -> None:
-    maple = clip_world(FedMaPLe()).roles.shared
+    maple = clip_world(FedMaPLe(context_tokens=2)).roles.shared
     assert maple["coupling.weight"].shape == (9, 768, 512)
     assert count(maple) == 2 * 512 + 9 * (768 * 512 + 768) == 3_546_880
     assert 0.95 * 512**-0.5 < float(maple["coupling.weight"].abs().max()) <= 512**-0.5
-    independent = clip_world(FedMaPLe(coupling="independent")).roles.shared
+    independent = clip_world(FedMaPLe(coupling="independent", context_tokens=2, vision_start="random")).roles.shared
     assert count(independent) == 2 * 512 + 9 * 2 * 768
     assert float(independent["vision"].std()) == pytest.approx(0.02, rel=0.05)
 
@@ -159,11 +159,11 @@ def test_words_say_how_many_tokens_both_towers_get() -> None:
     [
         ({"vision_depth": 4}, "method.vision_depth must be at most the 3 blocks of the backbone, got 4"),
         (
-            {"vision_tokens": 3},
+            {"vision_tokens": 3, "context_tokens": 2},
             "method.vision_tokens must be the 2 of the context, or null, with coupling maple, got 3",
         ),
         (
-            {"vision_tokens": 0},
+            {"vision_tokens": 0, "context_tokens": 2},
             "method.vision_tokens must be the 2 of the context, or null, with coupling maple, got 0",
         ),
         ({"class_specific": True}, "method.class_specific must be false with coupling maple, got True"),
@@ -178,6 +178,8 @@ def test_settings_that_cannot_work_are_refused(settings: Any, given: dict[str, A
 
 
 def test_independent_prompts_go_with_class_specific_contexts(settings: Any) -> None:
-    done = run(settings(**SHORT), FedMaPLe(coupling="independent", class_specific=True, vision_tokens=1))
+    done = run(
+        settings(**SHORT), FedMaPLe(coupling="independent", context_tokens=2, class_specific=True, vision_tokens=1)
+    )
     assert shared_tensors(done)["context"].shape == (5, 2, 32)
     assert shared_tensors(done)["vision"].shape == (3, 1, 32)

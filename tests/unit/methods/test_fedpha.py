@@ -120,9 +120,11 @@ def test_the_pull_reaches_both_contexts(settings: Any) -> None:
         assert float((with_it - without).abs().max()) > 1e-3
 
 
-def test_contexts_have_sixteen_tokens_as_in_the_authors_code() -> None:
-    assert FedPHA().context_tokens == 16
-    assert FedPHA().lengths == (16,)
+def test_local_contexts_begin_like_the_global_one_unless_they_have_a_length_of_their_own(settings: Any) -> None:
+    _, world = runtime_of(settings, FedPHA())
+    assert torch.equal(world.roles.local["local_context"], world.roles.shared["context"])
+    _, world = runtime_of(settings, FedPHA(local_tokens=3))
+    assert world.roles.local["local_context"].shape == (3, world.text.width)
 
 
 def test_equal_contexts_have_a_finite_gradient(settings: Any) -> None:

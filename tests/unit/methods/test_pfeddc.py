@@ -29,6 +29,7 @@ from fedprompt.methods.pfeddc import PFedDC
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.modules.contexts import Language
 from fedprompt.modules.fusion import Direction
+from fedprompt.modules.insertion import vpt_bound
 from fedprompt.tensors import Tensors, stripped
 
 pytestmark = pytest.mark.unit
@@ -290,7 +291,7 @@ def test_vision_prompts_have_no_position_and_leave_those_of_the_patches_alone(se
 
 
 def test_the_fusion_does_not_look_at_images(settings: Any) -> None:
-    method = PFedDC(vision_depth=2)
+    method = PFedDC(vision_depth=2, context_tokens=16)
     world, _, _ = prepared(settings(), method)
     given = method.prompts(world, everything(world), Batch(torch.zeros(7, dtype=torch.long)), {})
     assert given.text["context"].tokens.shape == (16, 32)
@@ -339,7 +340,7 @@ def count(tensors: Tensors) -> int:
 
 
 def test_sizes_at_the_widths_of_clip() -> None:
-    roles = clip_world(PFedDC()).roles
+    roles = clip_world(PFedDC(context_tokens=16, vision_start="random")).roles
     assert count(roles.shared) == 16 * 512 + 4 * 768 == 11_264
     assert count(stripped("fusion.text.", roles.local)) == 4 * (512**2 + 512) == 1_050_624
     assert count(stripped("fusion.vision.", roles.local)) == 4 * (768**2 + 768) == 2_362_368
@@ -356,7 +357,7 @@ def test_deep_prompts_have_tokens_for_every_block_and_one_attention() -> None:
 
 
 def test_global_prompts_go_up_and_all_else_stays(settings: Any) -> None:
-    done = run(settings(federation={"rounds": 2, **ONCE}), PFedDC())
+    done = run(settings(federation={"rounds": 2, **ONCE}), PFedDC(context_tokens=16))
     assert set(shared_tensors(done)) == {"global_text", "global_vision"}
     for record in done.rounds()[1:]:
         assert record.bytes_up == record.bytes_down == 4 * 4 * (16 * 32 + 4 * 32)
@@ -380,7 +381,7 @@ def test_after_a_round_all_clients_receive_the_weighted_mean_of_the_global_promp
 
 
 def test_shared_attention_goes_up_with_the_prompts(settings: Any) -> None:
-    method = PFedDC(share_attention=True)
+    method = PFedDC(share_attention=True, context_tokens=16)
     done = run(settings(federation={"rounds": 1, **ONCE}), method)
     assert {name for name in shared_tensors(done) if not name.startswith("fusion.")} == set(GROUPS[:2])
     assert set(local_tensors(done, 0)) == {"local_text", "local_vision", TRAINED}
@@ -477,7 +478,10 @@ def test_the_metrics_say_how_much_is_global_and_whether_the_attention_has_collap
         ({"heads": 5}, "method.heads must divide the width 32 of the text tower, got 5"),
         ({"vision_depth": 4}, "method.vision_depth must be at most the 3 blocks of the backbone, got 4"),
         ({"use_local": False, "use_global": False}, "method.use_local or method.use_global must be true, got False"),
-        ({"fusion": "mean", "local_tokens": 3}, r"method.local_tokens must be the 16 .* \(mean\), got 3"),
+        (
+            {"fusion": "mean", "context_tokens": 16, "local_tokens": 3},
+            r"method.local_tokens must be the 16 .* \(mean\), got 3",
+        ),
         ({"fusion": "sum", "local_vision_tokens": 3}, r"method.local_vision_tokens must be the 4 .* \(sum\), got 3"),
         ({"direction": "bidirectional", "local_tokens": 3}, r"method.local_tokens .* \(bidirectional\), got 3"),
         ({"fusion": "cross"}, "method.fusion"),
@@ -498,7 +502,7 @@ def test_settings_that_cannot_work_are_refused(settings: Any, given: dict[str, A
         {"heads": 5, "fusion": "mean"},
         {"heads": 5, "use_global": False},
         {"fusion": "concat", "local_tokens": 3, "local_vision_tokens": 2},
-        {"fusion": "mean", "local_tokens": 16},
+        {"fusion": "mean", "context_tokens": 16, "local_tokens": 16},
         {"fusion": "mean", "use_vision": False, "local_vision_tokens": 2},
     ],
 )
@@ -521,6 +525,23 @@ def test_a_random_start_of_the_attention_is_xaviers_for_all_maps_and_everything_
     found = gradients(method, everything(world), world, runtime)
     for name in GROUPS:
         assert any(bool(gradient.any()) for other, gradient in found.items() if other.startswith(name)), name
+
+
+@pytest.mark.parametrize("method", [PFedDC(vision_depth=2), FedMaPLe(coupling="independent", vision_depth=2)])
+def test_vision_prompts_start_near_the_tokens_of_a_blank_image(settings: Any, method: Any) -> None:
+    world, backbone, _ = prepared(settings(), method)
+    found = {name: each for name, each in world.roles.initial.items() if name.endswith("vision")}
+    assert found
+    blank = backbone.blank_tokens()[:2].unsqueeze(1)
+    for prompt in found.values():
+        assert float((prompt - blank).abs().max()) <= 0.3 * vpt_bound(world.patch, world.width)
+        assert not torch.equal(prompt[:, 0], prompt[:, 1])
+
+
+def test_the_maps_of_maple_start_at_the_tokens_of_a_blank_image(settings: Any) -> None:
+    world, backbone, _ = prepared(settings(), FedMaPLe())
+    far = (world.roles.shared["coupling.bias"] - backbone.blank_tokens()).abs().max()
+    assert float(far) <= 0.3 * vpt_bound(world.patch, world.width)
 
 
 def test_local_vision_prompts_may_start_as_means_of_patch_embeddings(settings: Any) -> None:

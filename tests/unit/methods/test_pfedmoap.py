@@ -596,7 +596,6 @@ def test_defaults_are_the_papers_and_the_symbol_of_a_setting_is_known() -> None:
     assert (method.experts, method.gate_width, method.heads, method.scaling) == (10, 128, 8, 10.0)
     assert (method.local_weight, method.selection, method.pooling) == (0.5, "nearest", "stride")
     assert (method.gate, method.gate_sharing, method.gate_when_alone) == ("attention", "local", False)
-    assert method.context_tokens == 16
     assert registry.build({"name": "pfedmoap", "lambda": 0.25}) == PFedMoAP(local_weight=0.25)
 
 

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from support import run
+from support import experiment, run
 from text_methods import on_clip, runtime_of
 
 from fedprompt.client.step import forward, make_batch
 from fedprompt.config import TrainConfig
 from fedprompt.core import registry
 from fedprompt.core.method import Method, Server
+from fedprompt.core.recipe import learning_rate
 from fedprompt.errors import ConfigError
 from fedprompt.methods.bases.with_text import similarity
 from fedprompt.methods.fedpha import FedPHA
 from fedprompt.methods.pfeddc import PFedDC
 from fedprompt.methods.pfedmoap import PFedMoAP
 from fedprompt.methods.promptfl import PromptFL
+from fedprompt.methods.zero_shot import ZeroShot
 
 pytestmark = pytest.mark.unit
 
@@ -35,6 +37,40 @@ def test_the_longest_context_that_fits_is_accepted_and_can_be_read(settings: Any
     world.text.encode(torch.zeros(1, ROOM, world.text.width), "middle")
     with pytest.raises(ConfigError, match="leave room for the class name 'triangle'"):
         world.text.encode(torch.zeros(1, ROOM + 1, world.text.width), "middle")
+
+
+def test_contexts_begin_as_plain_words_so_that_training_starts_at_zero_shot(settings: Any) -> None:
+    runtime, world = runtime_of(settings, PromptFL())
+    assert torch.equal(world.roles.shared["context"], world.text.words("a photo of a"))
+    who, images, positions = runtime._client(0, 1), runtime.bank.images(0, "test"), torch.arange(3)
+    found = []
+    for method in (PromptFL(), ZeroShot()):
+        params = method.begin(world, who, world.roles.shared, {})
+        batch = make_batch(method, images, positions, training=False)
+        seen = forward(method, world, params, images, positions, batch, {})
+        found.append(method.logits(world, params, seen, batch, {}))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_number_of_tokens_asks_for_a_random_start_and_words_come_before_it(settings: Any) -> None:
+    _, world = runtime_of(settings, PromptFL(context_tokens=5))
+    assert world.roles.shared["context"].shape == (5, world.text.width)
+    assert float(world.roles.shared["context"].std()) == pytest.approx(0.02, rel=0.2)
+    _, world = runtime_of(settings, PromptFL(context_tokens=5, context_words="cat"))
+    assert torch.equal(world.roles.shared["context"], world.text.words("cat"))
+
+
+@pytest.mark.parametrize("name", ["coop", "fedotp", "fedpgp", "pfeddc", "pfedmoap"])
+def test_recommended_rates_of_contexts_follow_the_size_of_the_words(settings: Any, name: str) -> None:
+    made = experiment(on_clip(settings, name, method={"name": name}, train={"lr": "auto", "momentum": "auto"}))
+    train, world = made.config.train, made.factory.prepare().world
+    assert (train.optimizer, train.schedule) == ("adam", "cosine")
+    contexts = {each: start for each, start in world.roles.initial.items() if each.endswith(("context", "_text"))}
+    contexts.pop("last_context", None)  # is not trained
+    assert contexts
+    for each, start in contexts.items():
+        rate = learning_rate(train, each, world.roles.initial)
+        assert rate == pytest.approx(0.4 * float(start.double().square().mean().sqrt()))
 
 
 @pytest.mark.parametrize(

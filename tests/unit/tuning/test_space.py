@@ -17,7 +17,7 @@ from fedprompt.core.recipe import group_of
 from fedprompt.core.search_space import Choice, FloatRange, SearchSpace
 from fedprompt.errors import ConfigError
 from fedprompt.tuning.halving import counts, planned_rounds, stops
-from fedprompt.tuning.space import applied, read_section, search_space, start_of, trained
+from fedprompt.tuning.space import applied, read_section, search_space, start_of, trained, with_plain_rates
 
 Make = Callable[..., dict[str, Any]]
 
@@ -34,6 +34,16 @@ def test_every_group_of_tensors_has_a_range_of_a_hundredth_to_a_hundred_times_it
         "train.lrs.prompt": FloatRange(0.05 / 100, 0.05 * 100),
         "train.lrs.head.*": FloatRange(0.001 / 100, 0.001 * 100),
     }
+
+
+def test_a_relative_rate_becomes_a_number_that_trials_can_change(settings: Make) -> None:
+    factory = ExperimentFactory(settings(train={"lr": 0.05, "lrs": {"prompt": "10%", "head.*": 0.001}}))
+    world = factory.prepare().world
+    plain = with_plain_rates(factory.config, factory.method, world)
+    rate = 0.1 * float(world.roles.shared["prompt"].double().square().mean().sqrt())
+    assert plain.train.lrs == {"prompt": pytest.approx(rate), "head.*": 0.001}
+    space = search_space(plain, factory.method, world, {})
+    assert start_of(plain, space)["train.lrs.prompt"] == pytest.approx(rate)
 
 
 def test_a_method_adds_its_own_settings_and_a_variant_too(settings: Make) -> None:

@@ -5,6 +5,7 @@ logits[b, c] = scale * <I_b, T_c>,   I_b the image and T_c the class in its cont
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -19,15 +20,28 @@ from fedprompt.errors import ConfigError, broken
 from fedprompt.modules.contexts import Position, TextContext, random_context
 from fedprompt.random_streams import Stream
 
+PLAIN_WORDS = "a photo of a"  # as CLIP's users put before a class name
+
+
+RATES: Mapping[str, float | str] = {
+    "*context": "40%",
+    "*_text": "40%",
+    "*vision": "2%",
+    "coupling.*": 1e-4,
+    "gate.*": 0.003,
+    "fusion.*": 1e-5,  # a map of zeros from d numbers of order 1: its output changes by up to d times the rate
+    "low_rank.*": 0.02,
+}
+
 
 @dataclass(frozen=True)
 class WithText(Method):
     """Reads images and class names. The method decides what its text contexts are and where they are kept."""
 
-    context_tokens: Annotated[int, Field(ge=1)] = 16
-    """m, learnable words of a context."""
+    context_tokens: Annotated[int, Field(ge=1)] | None = None
+    """m, learnable words of a context that begins at random, as in CoOp; null for one that begins as words."""
     context_words: str = ""
-    """Begin with these words instead of at random; they then determine the number of tokens."""
+    """Words a context begins with; they determine m. When empty: "a photo of a", unless `context_tokens` is given."""
     class_position: Position = "end"
     """Where the class name stands: after the context, inside it, or before it."""
     class_specific: bool = False
@@ -35,7 +49,7 @@ class WithText(Method):
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(lr=0.002, lrs={"gate.*": 0.001, "fusion.*": 0.001, "generator.*": 0.001, "coupling.*": 0.001})
+        return Recipe(lr=0.001, lrs=RATES, schedule="cosine")
 
     @property
     def uses_text(self) -> bool:
@@ -46,21 +60,27 @@ class WithText(Method):
         return ("image",)
 
     def check(self, world: World, train: TrainConfig) -> None:
-        if self.context_words and not len(world.text.words(self.context_words)):
-            raise ConfigError(broken("method.context_words", "have at least one token", self.context_words))
-        check_room(world, "context_words" if self.context_words else "context_tokens", self.context_length(world))
+        if self.first_words is not None and not len(world.text.words(self.first_words)):
+            raise ConfigError(broken("method.context_words", "have at least one token", self.first_words))
+        setting = "context_tokens" if self.first_words is None else "context_words"
+        check_room(world, setting, self.context_length(world))
+
+    @property
+    def first_words(self) -> str | None:
+        """The words a context begins with; None for a random start."""
+        return self.context_words or (PLAIN_WORDS if self.context_tokens is None else None)
 
     def context_length(self, world: World) -> int:
         """m, tokens of a context: from its initial words, or from the settings."""
-        return len(world.text.words(self.context_words)) if self.context_words else self.context_tokens
+        return self.context_tokens or 0 if self.first_words is None else len(world.text.words(self.first_words))
 
     def new_context(self, world: World, generator: Stream) -> Tensor:
         """An initial context, (m, d) or (C, m, d): some words, or N(0, 0.02^2)."""
         classes = world.classes if self.class_specific else None
-        if self.context_words:
-            words = world.text.words(self.context_words)
+        if self.first_words is not None:
+            words = world.text.words(self.first_words)
             return words.clone() if classes is None else words.repeat(classes, 1, 1)
-        drawn = random_context(self.context_tokens, world.text.width, generator, classes)
+        drawn = random_context(self.context_length(world), world.text.width, generator, classes)
         return drawn.to(world.device, world.dtype)
 
     def as_context(self, tokens: Tensor) -> TextContext:
