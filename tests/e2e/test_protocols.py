@@ -49,11 +49,12 @@ def test_new_clients_are_runs_that_compare_and_report_understand(call: Call, tmp
 
     assert call("run", "tiny.yaml", "--quiet").returncode == 0
     done = call("compare", "runs")
-    assert "Not comparable, these settings differ: federation.held_out" in done.stdout
-    assert labels(call("compare", "runs", "--json").stdout) == [
-        "fedvpt newcomer_epochs=5",
-        "fedvpt newcomer_epochs=2",
-    ]
+    assert "held out 0.0" in done.stdout  # the heading of a table of its own
+    assert "held out 0.5" in done.stdout
+    rows = json.loads(call("compare", "runs", "--json").stdout)
+    assert [row["label"] for row in rows] == ["fedvpt", "fedvpt"]
+    assert "held out 0.0" in rows[0]["task"]
+    assert "held out 0.5" in rows[1]["task"]
     done = call("report", "runs", "--output", "out")
     assert done.returncode == 0, done.stderr
     assert "4; only the 2 held out of training are evaluated" in (tmp_path / "out/report.html").read_text()
@@ -86,7 +87,8 @@ def test_an_ablation_compares_the_three_forms(call: Call) -> None:
 def test_heterogeneity_compares_separated_with_mixed_clients(call: Call, tmp_path: Path) -> None:
     done = call("protocol", "heterogeneity", "tiny.yaml", "method=head_tune", "federation.rounds=1")
     assert done.returncode == 0, done.stderr
-    assert "partition.subsets_per_client" in done.stdout
+    assert "subsets per client 1" in done.stdout  # a table for every task
+    assert "subsets per client 2" in done.stdout
     for count in (1, 2):
         run = Run(tmp_path / f"runs/tiny-subsets_per_client{count}-head_tune-seed0")
         assert run.config.partition.scheme == "label_subsets"

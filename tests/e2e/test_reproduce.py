@@ -181,7 +181,7 @@ def test_every_paper_is_listed_and_a_page_is_written_of_what_is_stored(tmp_path:
     assert done.code == 0, done.words
     assert json.loads(done.words.partition("result file")[0])["experiment"] == "mine-small"
     assert call(tmp_path, "reproduce", "--page", "page.md", "--output", "kept").code == 0
-    assert "### mine" in (tmp_path / "page.md").read_text()
+    assert "## mine" in (tmp_path / "page.md").read_text()
 
 
 def _wait_for_round(process: Started, directory: Path, round: int) -> None:

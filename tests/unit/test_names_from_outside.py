@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from fedprompt.cli import options, run_configs
-from fedprompt.config import TrainConfig
+from fedprompt.config import FederationConfig, TrainConfig
 from fedprompt.core.first_step import FirstStep
 from fedprompt.core.messages import Failure
 from fedprompt.dashboard.discovery import printable
@@ -68,7 +68,7 @@ def progress(text: str) -> str:
     console = Console(file=io.StringIO(), width=400, color_system=None)
     shown = LiveProgress(console)
     config = SimpleNamespace(
-        label=text, seed=0, run_name=text, train=TrainConfig(), federation=SimpleNamespace(rounds=3)
+        label=text, seed=0, run_name=text, train=TrainConfig(), federation=FederationConfig(rounds=3)
     )
     shown.started(config, [text], 0)  # type: ignore[arg-type]
     shown.noted(text)

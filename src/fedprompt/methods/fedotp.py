@@ -28,7 +28,10 @@ from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.methods.bases.with_local import WithLocalContext
 from fedprompt.methods.bases.with_text import precise
 from fedprompt.modules.optimal_transport import transport_plan
+from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
+
+APART = 0.002  # a tenth of the deviation of contexts that start at random
 
 
 @register("fedotp")
@@ -50,6 +53,14 @@ class FedOTP(WithLocalContext):
     @property
     def reads(self) -> tuple[str, ...]:
         return ("image_patches",)
+
+    def own(self, world: World, context: Tensor, generator: Stream) -> Tensors:
+        """The transport treats both contexts alike: from the same words they would get the same gradients and stay equal,
+        and the local one would be sent as the shared one. So the local one starts beside the words.
+        """
+        local = super().own(world, context, generator)["local_context"]
+        beside = APART * generator.normal(*local.shape).to(local) if self.first_words is not None else 0.0
+        return {"local_context": local + beside}
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         contexts = torch.stack([seen.text["context"], seen.text["local_context"]])  # (N, C, D)

@@ -123,3 +123,10 @@ def test_a_run_with_a_small_epsilon_stays_finite(settings: Any, epsilon: float) 
 def test_impossible_settings_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         registry.build({"name": "fedotp", field: value})
+
+
+def test_contexts_that_start_as_the_same_words_do_not_start_equal(settings: Any) -> None:
+    """Equal ones would have equal gradients for ever, and what is sent would be the local context."""
+    roles = runtime_of(settings, FedOTP())[1].roles
+    apart = (roles.shared["context"] - roles.local["local_context"]).std()
+    assert 0.001 < float(apart) < 0.003

@@ -264,9 +264,9 @@ def test_the_sequence_grows_by_one_token_per_prompted_block(
     lengths: dict[int, int] = {}
     plain = ViT._block
 
-    def spied(self: ViT, block: int, live: list[Tensor], passive: list[Tensor]) -> list[Tensor]:
+    def spied(self: ViT, block: int, live: list[Tensor], passive: list[Tensor], *rest: Any) -> list[Tensor]:
         lengths[block] = sum(rows.shape[1] for rows in [*live, *passive])
-        return plain(self, block, live, passive)
+        return plain(self, block, live, passive, *rest)
 
     params, positions = bench.params(), torch.arange(3)
     batch = make_batch(method, bench.images, positions, training=False)
