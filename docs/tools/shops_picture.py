@@ -23,7 +23,7 @@ from fedprompt.io.files import cache_directory
 
 SHOPS, PHOTOS = 3, 4
 PICTURE = Path(__file__).parents[1] / "pictures" / "shops.jpg"
-TITLES = {"local": "alone", "head_tune": "one model for all", "pfedbayespt": "personal prompts"}
+TITLES = {"local": "alone", "head_tune": "one model", "pfedbayespt": "pFedBayesPT", "pfedmoap": "pFedMoAP"}
 RIGHT, WRONG = "#1a7f37", "#b3261e"
 
 
@@ -51,7 +51,7 @@ def draw(runs: list[Run]) -> None:
         [run.client(shop).predict([source.image(each) for each in numbers[shop]]).labels for shop in range(SHOPS)]
         for run in runs
     ]
-    figure, axes = plt.subplots(SHOPS, PHOTOS, figsize=(10.4, 11))
+    figure, axes = plt.subplots(SHOPS, PHOTOS, figsize=(10.4, 11.6))
     for shop in range(SHOPS):
         for place, axis in enumerate(axes[shop]):
             number = numbers[shop][place]
@@ -71,7 +71,7 @@ def draw(runs: list[Run]) -> None:
             0, 1.14, f"Shop {shop + 1}: mostly {stock(runs[0], source.labels, names, shop)}",
             transform=axes[shop][0].transAxes, fontsize=10.5, va="bottom",
         )  # fmt: skip
-    figure.subplots_adjust(left=0.02, right=0.98, top=0.945, bottom=0.065, wspace=0.12, hspace=0.56)
+    figure.subplots_adjust(left=0.02, right=0.98, top=0.945, bottom=0.085, wspace=0.12, hspace=0.68)
     figure.savefig(PICTURE, dpi=110, pil_kwargs={"quality": 85})
 
 
