@@ -22,6 +22,7 @@ from warm_processes import Started
 from fedprompt.backbones.random_weights import random_weights
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.engines import kinds, workers
+from fedprompt.engines.framing import Frame
 from fedprompt.engines.workers import WorkerPool
 from fedprompt.errors import ContractError, FedpromptError, RunError
 from fedprompt.federation.loop import Observer
@@ -305,6 +306,11 @@ def test_a_method_of_another_package_is_known_to_workers(tmp_path: Path, setting
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_the_run_before_did_not_need_serves_the_next_one(settings: Any, served: WorkerPool) -> None:
+    served.begin(Frame({"kind": "begin", "config": {}}), [])  # its answer is never read
+    assert run(settings(engine=SHARED, federation={"rounds": 1})).finished
 
 
 def test_workers_share_the_memory_of_the_weights(tmp_path: Path, settings: Any, served: WorkerPool) -> None:

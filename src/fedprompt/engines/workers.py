@@ -53,6 +53,7 @@ class Worker:
             process_group=0,  # Ctrl-C reaches only this process, which then ends the workers
         )
         self._ground: list[str] | None = None
+        self._preparing = 0  # experiments whose grounds have not been read yet
         self._last_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._listener = Thread(target=self._pass_on, daemon=True)
         self._listener.start()
@@ -66,10 +67,15 @@ class Worker:
         self._ground = None
         with suppress(OSError):  # a dead worker is noticed at its next task
             self._write(experiment)
+            self._preparing += 1
 
     def ground(self) -> list[str]:
         """Digests of its backbone and partition, which it sends when it is ready."""
         if self._ground is None:
+            assert self._process.stdout is not None
+            earlier, self._preparing = max(0, self._preparing - 1), 0
+            for _ in range(earlier):  # of runs that ended before they needed this worker
+                read_frame(self._process.stdout)
             self._ground = self._read().header["ground"]
         return self._ground
 
