@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedprompt.backbones.assemble import assemble, check_tensors
 from fedprompt.backbones.dual_encoder import DualEncoder
-from fedprompt.backbones.key_mapping import canonical, fused, renamed
+from fedprompt.backbones.key_mapping import CLIP_BLOCK, canonical, fused, renamed
 from fedprompt.backbones.model_folder import MOST_BLOCKS, check_heads, folder_config, folder_shape, number, whole
 from fedprompt.backbones.preprocessing import folder_preprocessing, preprocessing
 from fedprompt.backbones.projection import Projection
@@ -30,15 +30,6 @@ _TOP = {
     r"embeddings\.token_embedding\.weight": "token.weight",
     r"embeddings\.position_embedding\.weight": "position.weight",
     r"final_layer_norm\.(weight|bias)": r"norm.\1",
-}
-_IN_BLOCK = {
-    r"layer_norm([12])\.(weight|bias)": r"norm\1.\2",
-    r"self_attn\.q_proj\.(weight|bias)": r"query.\1",
-    r"self_attn\.k_proj\.(weight|bias)": r"key.\1",
-    r"self_attn\.v_proj\.(weight|bias)": r"value.\1",
-    r"self_attn\.out_proj\.(weight|bias)": r"attention.out.\1",
-    r"mlp\.fc1\.(weight|bias)": r"mlp.in.\1",
-    r"mlp\.fc2\.(weight|bias)": r"mlp.out.\1",
 }
 
 
@@ -81,7 +72,7 @@ def join_clip(
         raise BackboneError(f"the weights must be those of a whole CLIP, got no {missing[0]!r}")
     text = {name.removeprefix("text_model."): tensor for name, tensor in tensors.items() if "text_model." in name}
     text = {name: tensor for name, tensor in text.items() if not name.endswith("position_ids")}
-    named = fused(renamed(text, _TOP, _IN_BLOCK, "a CLIP"))
+    named = fused(renamed(text, _TOP, CLIP_BLOCK, "a CLIP"))
     check_tensors(named, text_tensor_shapes(shape, outer_norm="norm"))
     placed = {name: tensor.detach().to(vision.device, vision.dtype).contiguous() for name, tensor in named.items()}
     projections = [

@@ -16,6 +16,15 @@ from torch import Tensor
 
 from fedprompt.errors import BackboneError
 
+CLIP_BLOCK = {  # of `transformers`, for the text tower of CLIP and both towers of SigLIP
+    r"layer_norm([12])\.(weight|bias)": r"norm\1.\2",
+    r"self_attn\.q_proj\.(weight|bias)": r"query.\1",
+    r"self_attn\.k_proj\.(weight|bias)": r"key.\1",
+    r"self_attn\.v_proj\.(weight|bias)": r"value.\1",
+    r"self_attn\.out_proj\.(weight|bias)": r"attention.out.\1",
+    r"mlp\.fc1\.(weight|bias)": r"mlp.in.\1",
+    r"mlp\.fc2\.(weight|bias)": r"mlp.out.\1",
+}
 _WRAPPER = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers|vision_model)\.")
 _IGNORED = re.compile(
     r"^(classifier|cls_classifier|distillation_classifier|pooler|head|head_dist)\.|^(embeddings\.)?mask_token$"

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedprompt.backbones.assemble import assemble, check_tensors
 from fedprompt.backbones.clip import joined
 from fedprompt.backbones.dual_encoder import DualEncoder
-from fedprompt.backbones.key_mapping import fused, renamed
+from fedprompt.backbones.key_mapping import CLIP_BLOCK, fused, renamed
 from fedprompt.backbones.model_folder import (
     MOST_BLOCKS,
     activation,
@@ -40,15 +40,6 @@ from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, broken
 from fedprompt.io.bounded_read import read_json
 
-_IN_BLOCK = {
-    r"layer_norm([12])\.(weight|bias)": r"norm\1.\2",
-    r"self_attn\.q_proj\.(weight|bias)": r"query.\1",
-    r"self_attn\.k_proj\.(weight|bias)": r"key.\1",
-    r"self_attn\.v_proj\.(weight|bias)": r"value.\1",
-    r"self_attn\.out_proj\.(weight|bias)": r"attention.out.\1",
-    r"mlp\.fc1\.(weight|bias)": r"mlp.in.\1",
-    r"mlp\.fc2\.(weight|bias)": r"mlp.out.\1",
-}
 _VISION = {
     r"embeddings\.patch_embedding\.(weight|bias)": r"patch.\1",
     r"embeddings\.position_embedding\.weight": "positions",
@@ -78,7 +69,7 @@ def from_folder(folder: Path, settings: BackboneConfig) -> DualEncoder:
     missing = [name for name in ("logit_scale", "logit_bias") if name not in tensors]
     if missing:
         raise BackboneError(f"the weights must be those of a whole SigLIP, got no {missing[0]!r}")
-    named = fused(renamed(_part(tensors, "vision_model."), _VISION, _IN_BLOCK, "a SigLIP"))
+    named = fused(renamed(_part(tensors, "vision_model."), _VISION, CLIP_BLOCK, "a SigLIP"))
     if free:
         named["patch.weight"] = named["patch.weight"].unflatten(1, (shape.patch, shape.patch, -1)).movedim(3, 1)
     named["pool.probe"] = named["pool.probe"].flatten()
@@ -137,7 +128,7 @@ def _text_tower(folder: Path, config: Any, tensors: Mapping[str, Tensor], vision
         activation=activation(config),
     )
     check_heads(shape.width, shape.heads)
-    named = fused(renamed(tensors, _TEXT, _IN_BLOCK, "a SigLIP"))
+    named = fused(renamed(tensors, _TEXT, CLIP_BLOCK, "a SigLIP"))
     if not {"head.weight", "head.bias"} <= named.keys():
         raise BackboneError("the weights must be those of a whole SigLIP, got no 'text_model.head.weight' and bias")
     placed = {name: tensor.detach().to(vision.device, vision.dtype).contiguous() for name, tensor in named.items()}
