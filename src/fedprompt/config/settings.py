@@ -121,10 +121,14 @@ class PartitionConfig(Extensible):
 class BackboneConfig(Extensible):
     """The frozen model every client holds."""
 
+    later: ClassVar[tuple[str, ...]] = ("options", "max_tokens")
+
     name: Location = "dinov2-small"
     """The frozen model: a name from `fedprompt backbones`, a folder, a safetensors file, or a hub id."""
     image_size: Positive | None = None
     """Side of the images in pixels. When absent, the backbone's own, or about 100 pixels on a CPU."""
+    max_tokens: Positive | None = None
+    """Longest sentence in tokens, for an encoder of sentences; longer ones are cut. 64 when absent."""
     stem: NotNegative = 0
     """Number of first blocks that no prompt may enter. Their output is kept where memory allows."""
     mean: tuple[float, float, float] | None = None
