@@ -116,7 +116,7 @@ def novel_test(
 ) -> AfterLastRound | None:
     """Run the tests after the last round if `data.novel` withheld some classes, unless they are done already."""
     config = runtime.config
-    _, novel = open_both(config.data, cache) if config.data.novel else (None, None)
+    _, novel = open_both(config.data, cache) if config.data.tests_names else (None, None)
     if novel is None or stored_figures(store) is not None:
         return None
     test = BaseToNovel.prepare(runtime, prepared.source, prepared.manifest, novel, prepared.backbone, cache)

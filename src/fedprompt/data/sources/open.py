@@ -56,9 +56,20 @@ def open_source(config: DataConfig, cache: Path) -> Source:
 
 
 def open_both(config: DataConfig, cache: Path) -> tuple[Source, Source | None]:
-    """The images a federation has, and those of the classes that `data.novel` keeps from it."""
+    """The images a federation has, and those of the classes that `data.novel` keeps from it or of `data.other_set`."""
     chosen = select(open_whole(config, cache), config)
+    if config.other_set is not None:
+        return chosen, _other_set(config, chosen, cache)
     return base_and_novel(chosen, config.novel) if config.novel else (chosen, None)
+
+
+def _other_set(config: DataConfig, own: Source, cache: Path) -> Source:
+    """The set whose class names the clients are asked for at the end."""
+    assert config.other_set is not None
+    other = open_whole(DataConfig(source=config.other_set), cache)
+    if other.holds != own.holds:
+        raise DataError(broken("data.other_set", f"hold {own.holds} as data.source does", other.holds))
+    return other
 
 
 def open_whole(config: DataConfig, cache: Path) -> Source:

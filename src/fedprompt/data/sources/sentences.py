@@ -52,7 +52,13 @@ class SentenceSource(Source):
             self.domains, self.domain_names = encode_names(domains, domain_names, "domain", name)
         self.splits = None if splits is None else encode_splits(splits, name)
         self.ranks, self.groups = ranks, groups
-        rows: list[Any] = [self._texts, self.labels.tolist(), self.class_names, self.domains.tolist(), self.domain_names]
+        rows: list[Any] = [
+            self._texts,
+            self.labels.tolist(),
+            self.class_names,
+            self.domains.tolist(),
+            self.domain_names,
+        ]
         rows.append(None if self.splits is None else self.splits.tolist())
         self.fingerprint = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
