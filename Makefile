@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 # modules are compiled when they are first imported, and kept: some machines forbid that, and every process starts 10 s later
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup assets demo bench test test-slow test-flower test-all docs lint format results clean
+.PHONY: setup assets demo bench test test-slow test-without-unix test-flower test-all docs lint format results clean
 
 setup: $(INSTALLED)
 
@@ -49,7 +49,10 @@ test-slow: $(INSTALLED)  ## what `make test` leaves out for its time: three quar
 	$(BIN)/fedprompt assets all
 	$(PYTEST) -m "slow and not e2e_flower"
 
-test-all: test test-slow test-flower  ## everything; before a release
+test-without-unix: $(INSTALLED)  ## `make test` with what Windows lacks hidden from the package (tests/without_unix)
+	WITHOUT_UNIX=1 PYTHONPATH=tests/without_unix $(PYTEST) -m "not slow and not e2e_flower"
+
+test-all: test test-slow test-without-unix test-flower  ## everything; before a release
 
 docs: $(INSTALLED)  ## the site of docs/ in site/, every link checked; open site/index.html
 # without --quiet, which drops warnings before --strict can count them
