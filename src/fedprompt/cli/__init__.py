@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperArgument
 
 from fedprompt import __version__
-from fedprompt.cli import federate, info, models, reproduce, results, site_node, starter, train, tune
+from fedprompt.cli import federate, info, models, reproduce, results, shipped, site_node, starter, train, tune
 from fedprompt.errors import FedpromptError, command_line
 from fedprompt.io.safe_text import safe_line, safe_text
 
@@ -44,7 +44,7 @@ for panel, commands in {
     TRAIN: (info.validate, info.partition, info.privacy, train.run, tune.tune, reproduce.reproduce),
     RESULTS: (results.compare, results.report, results.dashboard, results.audit, results.verify),
     MODELS: (models.predict, models.explain, models.export),
-    LISTS: (info.methods, info.backbones, info.datasets, info.schema),
+    LISTS: (info.methods, info.backbones, info.datasets, shipped.configs, info.schema),
     SITES: (federate.server,),
 }.items():
     for command in commands:

@@ -38,6 +38,7 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 
 from fedprompt.engines.flower.reconnect import wait_to_be_let_in, why
 from fedprompt.engines.flower.transport import answered, order_in
+from fedprompt.io.files import BINARY
 from fedprompt.io.safe_text import safe_line
 
 program: Any = import_module("flwr.supernode.cli.flower_supernode")  # the package has a function of that name
@@ -206,7 +207,7 @@ def _secret_file(secret: bytes) -> Iterator[Path]:
     """The secret in a file that only this user can read. It is deleted when the SuperNode has ended."""
     with tempfile.TemporaryDirectory(prefix="fedprompt-node-") as folder:
         file = Path(folder) / "secret"
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o600), "wb") as stream:
             stream.write(secret)
         yield file
 
