@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import httpx
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedprompt.core.messages import Failure
+from fedprompt.engines.flower.compat import UNAVAILABLE
 from fedprompt.engines.remote.protocol import Answer
 from fedprompt.errors import RunError
 
@@ -134,7 +134,7 @@ class GridPost:
 
     def _read(self, client: int, message: Message) -> bytes | Failure:
         if message.has_error():
-            gone = message.error.code == ErrorCode.NODE_UNAVAILABLE
+            gone = message.error.code == UNAVAILABLE
             return Failure(client, "absent" if gone else "node", str(message.error.reason)[:LONGEST_REASON])
         answer = _field(message, ANSWER)
         return Failure(client, "message", f"must have a field {ANSWER!r} of bytes") if answer is None else answer
