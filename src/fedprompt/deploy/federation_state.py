@@ -19,13 +19,11 @@ from fedprompt.deploy.folders import ServerFolder
 from fedprompt.errors import FedpromptError
 from fedprompt.runs.attendance import ABSENT
 from fedprompt.runs.run import Run
-from fedprompt.runs.store import REFUSED, UNTESTED
+from fedprompt.runs.store import LATE, REFUSED, UNTESTED
 from fedprompt.runs.tables import FILE
 
 if TYPE_CHECKING:
     from fedprompt.engines.flower.node_registry import Node
-
-LATE = "late"  # the kind of event for an update that came after its round and counts in a later one
 
 
 @dataclass(frozen=True)

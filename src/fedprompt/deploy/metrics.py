@@ -107,7 +107,9 @@ def of_run(run: RunState) -> Iterator[Family]:
     if run.epsilon is not None:
         yield _one("run_epsilon_spent", "Epsilon of the run so far.", run.epsilon, about)
         if run.most_epsilon is not None:
-            yield _one("run_epsilon_left", "Epsilon that the run may still spend.", run.most_epsilon - run.epsilon, about)
+            yield _one(
+                "run_epsilon_left", "Epsilon that the run may still spend.", run.most_epsilon - run.epsilon, about
+            )
 
 
 @dataclass

@@ -56,7 +56,9 @@ def test_nothing_of_flower_is_replaced() -> None:
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
                 changed = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)
-                assert not (changed and target.value.id in names), f"{file.name}:{node.lineno} replaces a part of Flower"
+                assert not (changed and target.value.id in names), (
+                    f"{file.name}:{node.lineno} replaces a part of Flower"
+                )
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id != "setattr", f"{file.name}:{node.lineno} may replace a part of Flower"
 
@@ -120,7 +122,9 @@ def test_all_routes_of_nodes_are_where_the_gate_lets_nodes_through(memory: list[
     wanted = {"activate-node", "send-node-heartbeat", "pull-messages", "push-messages", "pull-object", "push-object"}
     missing = {f"/v1/fleet/{name}" for name in wanted} - routes
     assert not missing, f"the Fleet API no longer has {missing}: the gate and FleetCalls use these routes"
-    assert "/health" in app.openapi()["paths"], "the SuperLink no longer has /health, which the server asks at its start"
+    assert "/health" in app.openapi()["paths"], (
+        "the SuperLink no longer has /health, which the server asks at its start"
+    )
 
 
 def test_the_proof_of_a_node_is_in_the_headers_of_its_requests(memory: list[str]) -> None:
@@ -145,7 +149,9 @@ def test_the_proof_of_a_node_is_in_the_headers_of_its_requests(memory: list[str]
         NodeAuthHttpInterceptor(by, named).intercept(context, lambda context: request)  # type: ignore[arg-type]
         return dict(context.request.headers)
 
-    changed = "a node signs its requests otherwise: the gate would take every node for a stranger, or a stranger for a node"
+    changed = (
+        "a node signs its requests otherwise: the gate would take every node for a stranger, or a stranger for a node"
+    )
     assert compat.proven(app, signed(private, public)) == key, changed
     other, unknown = generate_key_pairs()
     assert compat.proven(app, signed(other, public)) == b"", changed
@@ -225,7 +231,9 @@ def test_a_refusal_has_a_number() -> None:
 
 
 def test_a_heartbeat_counts_for_half_a_minute() -> None:
-    assert 10 <= compat.BEAT <= 60, "Flower's heartbeats changed: docs/deploy.md says that a killed node is noticed in 74 s"
+    assert 10 <= compat.BEAT <= 60, (
+        "Flower's heartbeats changed: docs/deploy.md says that a killed node is noticed in 74 s"
+    )
     assert compat.BEAT < compat.MISSED <= 120, "Flower notices a killed node later than docs/deploy.md says"
 
 
@@ -239,7 +247,9 @@ def test_the_register_of_nodes_has_names_keys_and_times() -> None:
 
 def test_uvicorn_takes_the_limits() -> None:
     settings = {*inspect.signature(uvicorn.run).parameters}
-    assert {"http", "loop", "ws", "log_config"} <= settings, "uvicorn.run has other settings: connections have no limits"
+    assert {"http", "loop", "ws", "log_config"} <= settings, (
+        "uvicorn.run has other settings: connections have no limits"
+    )
 
 
 def test_the_arguments_of_the_server_are_a_dataclass() -> None:

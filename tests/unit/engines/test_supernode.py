@@ -140,16 +140,12 @@ def test_a_message_that_flower_lost_does_not_end_the_node(
         (httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED]"), r"no connection to the server: \[SSL"),
     ],
 )
-def test_what_will_not_change_ends_the_node(
-    said: Exception, text: str, slept: list[float], heard: list[bool]
-) -> None:
+def test_what_will_not_change_ends_the_node(said: Exception, text: str, slept: list[float], heard: list[bool]) -> None:
     with pytest.raises(RunError, match=text):
         supernode._attend(Server(pull=[said]), lambda blob: blob, heard.append)  # type: ignore[arg-type]
 
 
-def test_a_refused_node_asks_again(
-    slept: list[float], heard: list[bool], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_node_asks_again(slept: list[float], heard: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
     """A node that was killed is let in once the server has missed it."""
     server = Server(activate=[NOT_ADMITTED] * 3 + [7])
     assert supernode._activated(server, heard.append) == 7  # type: ignore[arg-type]
