@@ -171,7 +171,7 @@ def exposition(families: Iterable[Family]) -> bytes:
     """Prometheus's text format."""
     client = _prometheus()
     registry = client.CollectorRegistry()
-    registry.register(_Collected(families, client))
+    registry.register(_Collected(list(families), client))
     return bytes(client.generate_latest(registry))
 
 
@@ -199,6 +199,7 @@ class _Collected:
 def _prometheus() -> Any:
     try:
         import prometheus_client
+        import prometheus_client.core
     except ImportError:
         raise ConfigError("--metrics needs prometheus-client: pip install 'fedprompt[metrics]'") from None
     return prometheus_client

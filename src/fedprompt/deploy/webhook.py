@@ -23,7 +23,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from fedprompt.config import Section, complaints
 from fedprompt.config.strict_yaml import MOST_BYTES, read_yaml
@@ -47,7 +47,7 @@ class NotifyConfig(Section):
 
     notify: str
     """The address of the web hook: https, or http on this machine."""
-    events: list[Kind] = list(KINDS)
+    events: list[Kind] = Field(default_factory=lambda: list(KINDS))
     """What it is told: a site that is absent, an update that was refused, a run that finished, a certificate that expires."""
 
     @field_validator("notify")

@@ -31,7 +31,7 @@ LIBRARIES = ("flwr", "uvicorn", "uvicorn.error", "uvicorn.access", "httpx", "htt
 PATIENCE = 1.0  # seconds in which the last lines of a child are read
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_LEVEL = re.compile(r"(?:\[?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\]?)\s*:?\s+(.*)", re.IGNORECASE)
+_LEVEL = re.compile(r"(?:\[?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\]?)(?:\s*:\s*|\s+)(.*)", re.IGNORECASE)
 _OURS = re.compile(r'(\d{4}-\d\d-\d\dT[0-9:.]+Z (DEBUG|INFO|WARNING|ERROR) |\{"time": ")')
 _NAMES = {"warn": "warning", "critical": "error"}
 

@@ -2,7 +2,8 @@
 
 | used for | names |
 |---|---|
-| the server | `_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`; what the gate asks: `authenticate_node`, the link state |
+| the server | `_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app` |
+| the gate | `authenticate_node`, the link state |
 | a node | the client of the Fleet API, its interceptors, and how a message becomes objects and is made of objects |
 | the register of nodes | the client of the Control API |
 | reading errors | `FlowerError`, `ApiErrorCode`, `ErrorCode` |

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import main_thread
 from threading import current_thread as this_thread
+from threading import main_thread
 from types import FrameType
 from typing import Any, TypeVar
 
