@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 # modules are compiled when they are first imported, and kept: some machines forbid that, and every process starts 10 s later
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup assets demo bench test test-slow test-without-unix test-flower test-all docs lint format results clean
+.PHONY: setup assets demo bench test test-slow test-without-unix test-flower test-all deploy-check docs lint format results clean
 
 setup: $(INSTALLED)
 
@@ -53,6 +53,10 @@ test-without-unix: $(INSTALLED)  ## `make test` with what Windows lacks hidden f
 	WITHOUT_UNIX=1 PYTHONPATH=tests/without_unix $(PYTEST) -m "not slow and not e2e_flower"
 
 test-all: test test-slow test-without-unix test-flower  ## everything; before a release
+
+deploy-check: $(INSTALLED)  ## the files of deploy/: units, image, manifests, alert rules; some of it needs systemd and Prometheus
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt kubernetes-validate
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/unit/deploy/test_deploy_folder.py
 
 docs: $(INSTALLED)  ## the site of docs/ in site/, every link checked; open site/index.html
 # without --quiet, which drops warnings before --strict can count them

@@ -225,7 +225,15 @@ class TrainConfig(Grown):
 class FederationConfig(Grown):
     """Rounds, participation, aggregation and evaluation."""
 
-    later: ClassVar[tuple[str, ...]] = ("evaluate_on", "select", "patience", "never_picked", "test_classes")
+    later: ClassVar[tuple[str, ...]] = (
+        "evaluate_on",
+        "select",
+        "patience",
+        "never_picked",
+        "test_classes",
+        "staleness",
+        "late_rounds",
+    )
 
     rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 10
     """Number of rounds."""
@@ -263,6 +271,10 @@ class FederationConfig(Grown):
     """Clients that never trained have an untrained local head. Show the figures of all others too, or fit that head."""
     away: dict[str, tuple[Positive, Positive]] = {}
     """Clients by name, each with the first and the last round in which it cannot be drawn."""
+    staleness: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """With sites, the share of its weight that an update keeps for every round it is late (docs/operate.md). 0 drops late ones."""
+    late_rounds: Positive = 3
+    """With `staleness`, the number of rounds for which a late update is waited for; then its site begins anew."""
 
     @property
     def last_rounds(self) -> int:
@@ -283,6 +295,8 @@ class FederationConfig(Grown):
             raise ValueError(
                 "have evaluate_on: validation where select is best or patience is given: no round may be chosen on test images"
             )
+        if self.staleness and self.secure_sum:
+            raise ValueError("have staleness: 0 with secure_sum: a sum cannot be split by age")
         return self
 
 
@@ -421,6 +435,24 @@ class Config(Grown):
         if value not in PRIVACY_PRESETS:
             raise UnknownName(f"be a section, or one of {', '.join(PRIVACY_PRESETS)}", PRIVACY_PRESETS)
         return PRIVACY_PRESETS[value]
+
+    @field_validator("aggregation")
+    @classmethod
+    def _weighs(cls, value: AggregationConfig, info: ValidationInfo) -> AggregationConfig:
+        federation = info.data.get("federation")
+        if federation is not None and federation.staleness and value.rule != "mean":
+            raise ValueError("have rule: mean with federation.staleness above 0: other rules count each client in full")
+        return value
+
+    @field_validator("privacy")
+    @classmethod
+    def _in_time(cls, value: PrivacyConfig | None, info: ValidationInfo) -> PrivacyConfig | None:
+        federation = info.data.get("federation")
+        if value is not None and federation is not None and federation.staleness:
+            raise ValueError(
+                "be absent with federation.staleness above 0: a private update counts in its own round only"
+            )
+        return value
 
     @field_validator("federation")
     @classmethod
