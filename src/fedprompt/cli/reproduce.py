@@ -36,6 +36,12 @@ def reproduce(
     page: Annotated[
         Path | None, typer.Option(help="Write the page of all results in the folder, and run nothing.")
     ] = None,
+    what_holds: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the page that says which orders of the papers hold in these results, and run nothing."
+        ),
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the tables there are.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -46,8 +52,8 @@ def reproduce(
 
     if listed:
         emit_rows([_row(each) for each in paper_configs.experiments()], as_json)
-    elif page is not None:
-        _write_page(page, output or CHECKOUT)
+    elif page is not None or what_holds is not None:
+        _write_pages(page, what_holds, output or CHECKOUT)
     elif experiment is None:
         raise ConfigError(
             "experiment must be given, such as pfedbayespt/table1; `fedprompt reproduce --list` lists all"
@@ -69,16 +75,18 @@ def _row(experiment: Any) -> dict[str, Any]:
     }
 
 
-def _write_page(path: Path, folder: Path) -> None:
+def _write_pages(page: Path | None, holds: Path | None, folder: Path) -> None:
     from fedprompt.errors import RunError
     from fedprompt.io.files import write_atomically
-    from fedprompt.papers import results_page
+    from fedprompt.papers import results_page, what_holds
 
     found = results_page.load_all(folder)
     if not found:
         raise RunError(f"result: {str(folder)!r} must hold result files, but there is none")
-    write_atomically(path, results_page.page(found).encode())
-    say(f"page: {path}")
+    for path, write in ((page, results_page.page), (holds, what_holds.page)):
+        if path is not None:
+            write_atomically(path, write(found).encode())
+            say(f"page: {path}")
 
 
 def _reproduce(
@@ -187,7 +195,8 @@ class GridClock:
 def _show(result: Any) -> None:
     from rich.console import Console
 
-    from fedprompt.papers.results_page import reproduction_notes, rich_table, tables
+    from fedprompt.papers.results_page import order_table, reproduction_notes, rich_table, tables
+    from fedprompt.papers.row_order import ranked, sentence
 
     console = Console()
     console.print(f"\n{safe_line(result.title)}", style="bold", highlight=False, markup=False)
@@ -195,5 +204,9 @@ def _show(result: Any) -> None:
         console.print(safe_line(paragraph), highlight=False, markup=False)
     for table in tables(result):
         console.print(rich_table(table))
+    pairs = ranked(result)
+    if pairs:
+        console.print(rich_table(order_table(pairs, every=True)))
+        console.print(safe_line(sentence(pairs)), highlight=False, markup=False)
     for note in reproduction_notes(result):
         console.print(f"- {safe_line(note)}", highlight=False, markup=False)

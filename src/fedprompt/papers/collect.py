@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TypeVar
 
 from fedprompt.backbones.image_sizes import with_image_size
@@ -14,10 +15,11 @@ from fedprompt.core import registry
 from fedprompt.papers import provenance
 from fedprompt.papers.paper_configs import Experiment
 from fedprompt.papers.published_numbers import SOURCE, Published
-from fedprompt.papers.result_file import Backbone, Cell, Column, Data, Figure, OneRun, Result, Row, domain_key
+from fedprompt.papers.result_file import Backbone, Cell, Column, Data, Figure, OneRun, Pair, Result, Row, domain_key
 from fedprompt.papers.setting_differences import differences, method_differences, not_run
 from fedprompt.papers.table_layout import Place, places, source_name, varied
 from fedprompt.report.comparison_table import figures, spread
+from fedprompt.report.paired_differences import Paired, Rights, pair, rights
 from fedprompt.runs.families import Settings, flatten
 from fedprompt.runs.novel_figures import stored_figures
 from fedprompt.runs.run import Run
@@ -66,6 +68,7 @@ class Outcome:
     data: Data | None = None
     backbone: Backbone | None = None
     versions: dict[str, str] | None = None
+    rights: Rights | None = None
 
 
 def is_finished(config: Config) -> bool:
@@ -88,7 +91,7 @@ def recorded(config: Config, checksums: dict[str, str | None]) -> Outcome:
             name=run.name, seed=config.seed, hash=config.digest(), status="finished", rounds=rounds, figures=numbers
         )
         data, backbone = provenance.data_of(run, checksums), provenance.backbone_of(run)
-        return Outcome(config, one, data, backbone, provenance.versions_of(run))
+        return Outcome(config, one, data, backbone, provenance.versions_of(run), rights(run))
 
 
 def failed(config: Config, error: Exception) -> Outcome:
@@ -155,6 +158,7 @@ def assemble(request: Request, published: Published, outcomes: Sequence[Outcome]
         rows=_rows(where, grid, published),
         columns=_columns(where, published),
         cells=[*cells, *_only_the_papers(cells, published)],
+        pairs=_pairs(cells, list(by_family.values()), [settings.get(HEAD) for settings in grid]),
     )
 
 
@@ -176,6 +180,38 @@ def cell_of(place: Place, family: str, settings: Settings, runs: list[OneRun], p
         figures={key: Figure(mean=value.mean, std=value.std) for key, value in over_seeds.items() if value},
         runs=runs,
         paper=paper,
+    )
+
+
+def _pairs(cells: Sequence[Cell], groups: Sequence[Sequence[Outcome]], heads: Sequence[object]) -> list[Pair]:
+    """Every two rows of a column with the same kind of head. Cells with seeds of earlier commands are left out: of those
+    seeds only the figures are known.
+    """
+    known = []
+    for cell, group, head in zip(cells, groups, heads, strict=True):
+        by_seed = {each.run.seed: each.rights for each in group if each.rights is not None}
+        if by_seed and set(by_seed) == set(cell.seeds):
+            known.append((cell, by_seed, head))
+    found = []
+    for (one, ours, head), (other, theirs, others_head) in combinations(known, 2):
+        if one.column == other.column and head == others_head:
+            paired = pair(one.row, other.row, ours, theirs)
+            found += [] if paired is None else [stored_pair(one.column, paired)]
+    return found
+
+
+def stored_pair(column: str, found: Paired) -> Pair:
+    return Pair(
+        column=column,
+        row=found.label,
+        against=found.against,
+        difference=found.estimate,
+        low=found.interval and found.interval.low,
+        high=found.interval and found.interval.high,
+        drawn=found.drawn,
+        seeds=found.seeds,
+        better=found.gained,
+        worse=found.lost,
     )
 
 

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 from fedprompt.io.safe_text import safe_line
 from fedprompt.papers.result_file import DOMAIN, Cell, Column, Figure, Result, file_of, load, load_all
+from fedprompt.papers.row_order import LEVEL, REVERSED, Ranked, counted, ranked, sentence
 from fedprompt.report.comparison_table import format_bytes
+from fedprompt.report.paired_table import points
 from fedprompt.report.table_formats import markdown_escape
 
 if TYPE_CHECKING:
@@ -38,17 +40,21 @@ TITLES = {
 }
 PLAIN = ("server_auc", "insider_auc")  # figures that are no shares
 SPREADS = ("spread",)  # in whole points
+MOST_LEVEL = 10  # level pairs that a table of orders lists
 
 HEAD = """# Results
 
 <!-- Written by `fedprompt reproduce --page docs/results.md` from the JSON files in benchmarks/accuracy: change those, not this page. -->
-
-Numbers we measured, with the commands that made them. They are small on purpose: two CPU cores, minutes. What they say, and where and why
-our order differs from the papers': [discussion](discussion.md). How to make them again: [reproduce](reproduce.md).
 """
+ABOUT = (
+    "Numbers we measured, with the commands that made them. They are small on purpose: two CPU cores, minutes. Which orders of "
+    "the papers they confirm: [what holds and what does not](what_holds.md). What they say, and where and why our order "
+    "differs: [discussion](discussion.md). How to make them again: [reproduce](reproduce.md)."
+)
 READING = (
     "Accuracies in per cent, mean ± sample standard deviation over seeds, the best of ours in bold. "
-    "*Average* is the mean over clients, *Worst Local* the client with the lowest accuracy."
+    "*Average* is the mean over clients, *Worst Local* the client with the lowest accuracy. "
+    "Two rows that a paper ranks are **kept**, **level** or **reversed** here: see [the rule](what_holds.md#how-a-pair-is-judged)."
 )
 
 
@@ -167,6 +173,29 @@ def _winners(result: Result, column: Column, key: str | None = None) -> set[str]
     return {title for held in rivals for title, mean in held.items() if mean == max(held.values())}
 
 
+def order_table(pairs: Sequence[Ranked], every: bool = False) -> Table:
+    """Differences in percentage points; without `every` only pairs that we can tell apart."""
+    shown = [each for each in pairs if every or each.order != LEVEL]
+    lines = []
+    for each in shown:
+        ours = each.ours
+        interval = NOTHING if ours.low is None or ours.high is None else f"{points(ours.low)} to {points(ours.high)}"
+        over = f"{ours.seeds} seeds" if ours.drawn == "seeds" else f"{ours.drawn}, {ours.seeds} seeds"
+        texts = [each.column, f"{each.first} over {each.second}", points(each.paper), points(ours.difference), interval]
+        lines.append((*map(Text, texts), Text(over), Text(each.order, bold=each.order == REVERSED)))
+    header = ("Column", "In the paper", "Paper", "Ours", "95 % interval", "over", "Order")
+    return Table("The paper's order in our runs", header, tuple(lines))
+
+
+def order_sentence(pairs: Sequence[Ranked]) -> str:
+    """The counts, and which pairs the table leaves out."""
+    counts = counted(pairs)
+    rest = (
+        " Pairs that are level are not listed; their differences are in the file." if counts[LEVEL] > MOST_LEVEL else ""
+    )
+    return f"{sentence(pairs)}.{rest}"
+
+
 def reproduction_notes(result: Result) -> list[str]:
     """Notes that a reader needs before comparing the two sides, one line each."""
     failed = [
@@ -210,7 +239,7 @@ def markdown_table(table: Table) -> str:
 
 def page(results: Sequence[Result]) -> str:
     """docs/results.md: all results, each with what made it."""
-    parts = [HEAD + "\n" + READING]
+    parts = [HEAD + "\n" + ABOUT, READING]
     of_papers = [each for each in results if is_of_a_paper(each)]
     if of_papers:
         parts.append("## Tables of papers, in small\nOurs is left of the bar, the paper's right of it.")
@@ -247,6 +276,11 @@ def _body(result: Result) -> list[str]:
         blocks.append(
             "\n\n".join([*([f"*{markdown_escape(table.title)}*"] if table.title else []), markdown_table(table)])
         )
+    pairs = ranked(result)
+    if pairs:
+        blocks.append(order_sentence(pairs))
+        table = order_table(pairs, every=counted(pairs)[LEVEL] <= MOST_LEVEL)
+        blocks += [markdown_table(table)] if table.lines else []
     notes = reproduction_notes(result)
     if notes:
         blocks.append("\n".join(f"- {markdown_escape(note)}" for note in notes))
