@@ -15,7 +15,20 @@ from fedprompt.core import registry
 from fedprompt.papers import provenance
 from fedprompt.papers.paper_configs import Experiment
 from fedprompt.papers.published_numbers import SOURCE, Published
-from fedprompt.papers.result_file import Backbone, Cell, Column, Data, Figure, OneRun, Pair, Result, Row, domain_key
+from fedprompt.papers.result_file import (
+    DIAGNOSTIC,
+    INFORMATION,
+    Backbone,
+    Cell,
+    Column,
+    Data,
+    Figure,
+    OneRun,
+    Pair,
+    Result,
+    Row,
+    domain_key,
+)
 from fedprompt.papers.setting_differences import differences, method_differences, not_run
 from fedprompt.papers.table_layout import Place, places, source_name, varied
 from fedprompt.report.comparison_table import figures, spread
@@ -84,9 +97,12 @@ def recorded(config: Config, checksums: dict[str, str | None]) -> Outcome:
     """The result of the finished run of a config; `checksums` caches data files that were read already."""
     with closing(Run(config.run_directory)) as run:
         rounds = run.rounds()[-1].round
-        numbers = {key: value for key, value in figures(run).items() if value is not None}
-        domains = run.summary().get("domains", {})
+        summary = run.summary()
+        found = {**figures(run), INFORMATION: summary.get(INFORMATION)}
+        numbers = {key: value for key, value in found.items() if value is not None}
+        domains = summary.get("domains", {})
         numbers |= {domain_key(name): value for name, value in domains.items() if len(domains) > 1}
+        numbers |= {f"{DIAGNOSTIC}{name}": value for name, value in summary.get("diagnostics", {}).items()}
         one = OneRun(
             name=run.name, seed=config.seed, hash=config.digest(), status="finished", rounds=rounds, figures=numbers
         )

@@ -20,6 +20,8 @@ from fedprompt.io.files import write_atomically
 FORMAT = "fedprompt-results-1"
 MOST_BYTES = 16 * 2**20
 DOMAIN = "domain:"  # what the keys of figures of single domains begin with
+DIAGNOSTIC = "diagnostic:"  # of figures that a method says of itself
+INFORMATION = "mutual_information"  # between a prediction and its draws, a mean over images
 
 
 class Part(BaseModel):

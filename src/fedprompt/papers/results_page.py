@@ -16,8 +16,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedprompt.io.safe_text import safe_line
-from fedprompt.papers.result_file import DOMAIN, Cell, Column, Figure, Result, file_of, load, load_all
-from fedprompt.papers.row_order import LEVEL, REVERSED, Ranked, counted, ranked, sentence
+from fedprompt.papers.result_file import (
+    DIAGNOSTIC,
+    DOMAIN,
+    INFORMATION,
+    Cell,
+    Column,
+    Figure,
+    Result,
+    file_of,
+    load,
+    load_all,
+)
+from fedprompt.papers.row_order import AVERAGE, LEVEL, REVERSED, Ranked, counted, ranked, sentence
 from fedprompt.report.comparison_table import format_bytes
 from fedprompt.report.paired_table import points
 from fedprompt.report.table_formats import markdown_escape
@@ -37,6 +48,12 @@ TITLES = {
     "base": "Base",
     "novel": "Novel",
     "hm": "HM",
+}
+CONTROLS = {
+    f"{DIAGNOSTIC}instance.accuracy": "as they are",
+    f"{DIAGNOSTIC}instance.accuracy_mean_prompt": "their mean over images",
+    f"{DIAGNOSTIC}instance.accuracy_other_prompt": "those of another image",
+    f"{DIAGNOSTIC}instance.attention": "attention of CLS to them",
 }
 PLAIN = ("server_auc", "insider_auc")  # figures that are no shares
 SPREADS = ("spread",)  # in whole points
@@ -93,7 +110,7 @@ def tables(result: Result) -> list[Table]:
     """
     if result.kind == "reproduction":
         keys = [key for key in ("average", "worst") if any(key in {**c.figures, **c.paper} for c in result.cells)]
-        return [*(_beside(result, key) for key in keys), *_domains_beside(result)]
+        return [*(_beside(result, key) for key in keys), *_domains_beside(result), *_controls(result)]
     winners = {column.title: _winners(result, column) for column in result.columns}
     lines = [
         (Text(row.title), *(_own(result, row.title, column, winners[column.title]) for column in result.columns))
@@ -126,6 +143,19 @@ def _domains_beside(result: Result) -> list[Table]:
         places = [(key.removeprefix(DOMAIN), column, key) for key in keys if key.startswith(DOMAIN)]
         found += [_side_by_side(result, f"{column.title} by domain", places)] if places else []
     return found
+
+
+def _controls(result: Result) -> list[Table]:
+    """What instance prompts do: test accuracy if they are replaced, where runs have `method.diagnose`."""
+    lines = []
+    for cell in result.cells:
+        found = [cell.figures.get(key) for key in CONTROLS]
+        if any(found):
+            texts = [Text(figure_text(AVERAGE, each)) if each else Text(NOTHING) for each in found]
+            bits = cell.figures.get(INFORMATION)
+            lines.append((Text(f"{cell.row}, {cell.column}"), *texts, Text(f"{bits.mean:.1e}" if bits else NOTHING)))
+    header = ("", *CONTROLS.values(), "mutual information (nats)")
+    return [Table("Accuracy with instance prompts replaced", header, tuple(lines))] if lines else []
 
 
 def _shown(result: Result) -> list[Column]:
