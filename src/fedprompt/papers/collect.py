@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fedprompt.backbones.image_sizes import with_image_size
 from fedprompt.config import NO_RESULT, Config, config_files
 from fedprompt.core import registry
 from fedprompt.papers import provenance
-from fedprompt.papers.paper_configs import Experiment
+from fedprompt.papers.paper_configs import Experiment, find
 from fedprompt.papers.published_numbers import SOURCE, Published
 from fedprompt.papers.result_file import (
     DIAGNOSTIC,
@@ -66,6 +66,15 @@ class Request:
 
     def _overrides(self) -> list[str]:
         return [*([f"{config_files.SCALE}{self.scale}"] if self.scale else []), *self.overrides]
+
+    def to_json(self) -> dict[str, object]:
+        """For another process in the same folder."""
+        path = str(self.experiment.path)
+        return {"name": path, "scale": self.scale, "overrides": list(self.overrides), "seeds": list(self.seeds)}
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Request:
+        return cls(find(values["name"]), values["scale"], tuple(values["overrides"]), tuple(values["seeds"]))
 
     def papers_grid(self) -> list[Settings]:
         """The settings at the paper's own size."""
