@@ -73,7 +73,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 results: $(INSTALLED)  ## docs/results.md, and the numbers on the pages of methods, from the files in benchmarks/accuracy
-	$(BIN)/fedprompt reproduce --page docs/results.md
+	$(BIN)/fedprompt reproduce --page docs/results.md --what-holds docs/what_holds.md
 	$(BIN)/python docs/tools/generate.py
 
 clean:
