@@ -81,6 +81,8 @@ class World:
     """The patch tokens (L, d) that enter each block for a blank image, mean over patches; zeros when absent."""
     epochs: int = 1
     """E, local epochs of a round."""
+    rounds: int = 1
+    """R, rounds of the run."""
     has_cls: bool = True
     """Row 0 of an image is a CLS token. Without one, all T rows are patches (SigLIP)."""
 
