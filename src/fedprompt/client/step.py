@@ -33,10 +33,9 @@ def encode_text(world: World, plan: Mapping[str, TextContext], contexts: Tensors
 
 
 def _encode_per_image(world: World, contexts: Tensor, position: Position) -> Tensor:
-    clients, images = contexts.shape[:2]
+    sizes = list(contexts.shape[:2])
     encode = world.text.encode_unstored or world.text.encode
-    features: Tensor = encode(contexts.flatten(0, 1), position)
-    return features.unflatten(0, (clients, images))
+    return torch.unflatten(encode(contexts.flatten(0, 1), position), 0, sizes)
 
 
 def inserted(slots: Sequence[VisionPrompt]) -> tuple[VisionPrompt, ...]:

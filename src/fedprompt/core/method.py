@@ -327,6 +327,11 @@ class Method:
         return True
 
     @property
+    def mixes_passes(self) -> bool:
+        """Whether `logits` joins several passes over an image (`Prompts.repeat`), so that no single one gives its predictions."""
+        return False
+
+    @property
     def mixed_batches(self) -> bool:
         """Whether every batch of an evaluation has to be a fair sample of the client's images, which lie in the source's order
         otherwise. For diagnostics that compare the images of a batch with each other.

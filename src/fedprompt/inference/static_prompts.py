@@ -77,6 +77,11 @@ def constant(client: TrainedClient, reference: np.ndarray) -> Constant:
             f"{client.config.label} cannot be exported: it reads {read} of the backbone and weights them differently for every image, "
             "which a fixed classifier cannot do; use `fedprompt predict`"
         )
+    if client.method.mixes_passes:
+        raise ConfigError(
+            f"{client.config.label} cannot be exported: it joins several passes over every image, which a folder with one set of "
+            "prompts cannot do; use `fedprompt predict`"
+        )
     with torch.no_grad():
         plans = [_plan(client, part) for part in _parts(client, reference)]
         slots, varies = _mean_slots([plan.given for plan in plans])
