@@ -84,6 +84,7 @@ class ExperimentFactory:
             class_names,
             client_names,
             epochs=config.train.epochs,
+            rounds=config.federation.rounds,
             newcomers=sample_newcomers(config.seed, len(client_names), config.federation.held_out),
             language=backbone.language(class_names) if isinstance(backbone, DualEncoder) else None,
             device=backbone.device,
