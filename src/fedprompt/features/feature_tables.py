@@ -51,6 +51,11 @@ class LoadedRows(dict[str, Tensor]):
         super().__init__(load(names))
         self._load = load
 
+    @classmethod
+    def at_hand(cls, rows: Tensors) -> LoadedRows:
+        """Rows that are there already, and no others."""
+        return cls(lambda names: {name: rows[name] for name in names}, tuple(rows))
+
     def __missing__(self, name: str) -> Tensor:
         self.update(self._load([name]))
         return self[name]
