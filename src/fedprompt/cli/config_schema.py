@@ -49,8 +49,8 @@ def config_schema(methods: Mapping[str, type[Method]], variants: Mapping[str, ty
         sections[section] = described(sections[section], any_of(reference(model), {"type": "string"}))
     settings = dotted(sections, definitions)
     definitions["setting"] = {"type": "object", "additionalProperties": False, **settings}
-    definitions["sweep"] = sweep_schema(settings)
-    definitions["overlay.sweep"] = overlay_sweep_schema(definitions["sweep"])
+    definitions["overlay.sweep"] = overlay_sweep_schema(settings)
+    definitions["sweep"] = sweep_schema()
     definitions["range"] = range_schema()
     definitions[TUNE] = tune_schema(definitions["overlay.sweep"], methods)
     found: Schema = tidy(
@@ -181,11 +181,11 @@ def named_once(kind: str, drawn: Mapping[str, Schema]) -> dict[str, Schema]:
     return found
 
 
-def sweep_schema(settings: Schema) -> Schema:
-    """Axes: settings with lists of values."""
+def overlay_sweep_schema(settings: Schema) -> Schema:
+    """Axes of an overlay: settings with lists of values. Null removes an axis."""
 
     def axis(items: Schema) -> Schema:
-        return {"type": "array", "minItems": 1, "items": items}
+        return {"type": ["array", "null"], "minItems": 1, "items": items}
 
     axes = {key: axis(reference(f"setting/properties/{key}")) for key in settings["properties"]}
     return {
@@ -196,13 +196,9 @@ def sweep_schema(settings: Schema) -> Schema:
     }
 
 
-def overlay_sweep_schema(sweep: Schema) -> Schema:
-    """Axes of an overlay, in which null removes an axis."""
-    return {
-        **sweep,
-        "properties": {key: any_of(reference(f"sweep/properties/{key}"), NULL) for key in sweep["properties"]},
-        "patternProperties": {key: any_of(each, NULL) for key, each in sweep["patternProperties"].items()},
-    }
+def sweep_schema() -> Schema:
+    """Axes, none of them null."""
+    return {"type": "object", "allOf": [reference("overlay.sweep")], "additionalProperties": {"type": "array"}}
 
 
 def scales_schema(sections: Mapping[str, Schema], definitions: Mapping[str, Schema]) -> Schema:

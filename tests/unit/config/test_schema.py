@@ -176,6 +176,17 @@ def test_every_section_method_and_variant_is_in_it() -> None:
         assert {f"{kind}.{name}" for name in table} == {name for name in schema["$defs"] if name.startswith(f"{kind}.")}
 
 
+def test_what_several_methods_share_is_written_once() -> None:
+    for kind in ("method", "variant"):
+        found = [
+            (key, json.dumps(each, sort_keys=True))
+            for name, definition in validator().schema["$defs"].items()
+            for key, each in definition.get("properties", {}).items()
+            if name.startswith(f"{kind}.") and key != "name" and "$ref" not in each
+        ]
+        assert len(found) == len(set(found))
+
+
 def test_methods_of_other_packages_are_in_it() -> None:
     @dataclass(frozen=True)
     class Mine(Method):
