@@ -15,6 +15,7 @@ import typer
 from fedprompt.cli.completion import complete_backbone, complete_method, complete_scheme
 from fedprompt.cli.options import AsJson, Overrides, Plugins, Quiet, Seeds, emit, load
 from fedprompt.cli.run_configs import launch, say
+from fedprompt.config.shipped_configs import FOLDER
 from fedprompt.errors import ConfigError, StorageError, broken, did_you_mean, same_name
 from fedprompt.io.safe_text import safe_line, safe_text
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fedprompt.data.survey import Survey
     from fedprompt.experiment.proposal import Choice, Proposal, Wishes
 
-DEMO = Path(__file__).parents[1] / "demo.yaml"
+DEMO = FOLDER / "demo.yaml"
 SHOWN = 5  # names or files of a long list
 
 
