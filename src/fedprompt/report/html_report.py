@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedprompt.assets import image_credit
 from fedprompt.errors import RunError, broken
@@ -47,9 +47,11 @@ def write_report(
     figures: bool = False,
     against: str | None = None,
     specificity: float | None = None,
+    **options: Any,
 ) -> Written:
     """Write `report.html` and `report.png` (the overview for a README); with `figures`, everything a paper needs as
-    well; with `against`, paired differences from that row; with a specificity, AUROC, sensitivity at it and others.
+    well; with `against`, paired differences from that row; with a specificity, AUROC, sensitivity at it and others,
+    from test images and weights that `options` lead to as in `TrainedClient.open`.
     """
     from fedprompt.report import plots
     from fedprompt.report.sections import all_parts
@@ -61,7 +63,7 @@ def write_report(
     if specificity is not None:
         from fedprompt.report.metrics_table import metrics_part
 
-        parts.insert(0, metrics_part(arranged, specificity))
+        parts.insert(0, metrics_part(arranged, specificity, **options))
     html, overview = directory / "report.html", directory / "report.png"
     # read everything first: a damaged run must not leave half a report
     content = rendered(runs, arranged, parts, against).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedprompt.report.comparison_table import NOTHING, Cell, percent, spread
 from fedprompt.report.method_grid import Arrangement, Column
@@ -25,19 +25,19 @@ MEANING = (
 )
 
 
-def metrics_part(arranged: Arrangement, specificity: float) -> Part:
-    """One table for each task; reads the test images of every run."""
-    tables = [_table(column, specificity) for column in arranged.columns]
+def metrics_part(arranged: Arrangement, specificity: float, **options: Any) -> Part:
+    """One table for each task; reads the test images of every run. For the options see `TrainedClient.open`."""
+    tables = [_table(column, specificity, options) for column in arranged.columns]
     return Part(TITLE, [MEANING.format(specificity=specificity)], tables=tables)
 
 
-def _table(column: Column, specificity: float) -> Table:
+def _table(column: Column, specificity: float, options: dict[str, Any]) -> Table:
     name = f"{column.label}: {TITLE}" if column.label else TITLE
-    return Table(name, HEAD, [_row(family, specificity) for family in column.families.values()])
+    return Table(name, HEAD, [_row(family, specificity, options) for family in column.families.values()])
 
 
-def _row(family: Family, specificity: float) -> list[Cell]:
-    frames = [run.metrics(specificity) for run in family.runs]
+def _row(family: Family, specificity: float, options: dict[str, Any]) -> list[Cell]:
+    frames = [run.metrics(specificity, **options) for run in family.runs]
     pooled = {key: [float(frame.loc[("all", "pooled"), key]) for frame in frames] for key in POOLED}
     lowest = [_lowest(frame) for frame in frames]
     accuracy, balanced, *rest = (_cell(values) for values in pooled.values())
