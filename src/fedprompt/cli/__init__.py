@@ -9,7 +9,19 @@ import typer
 from typer.core import TyperArgument
 
 from fedprompt import __version__
-from fedprompt.cli import federate, info, models, reproduce, results, site_node, starter, train, tune, uncertainty
+from fedprompt.cli import (
+    federate,
+    info,
+    models,
+    posterior,
+    reproduce,
+    results,
+    site_node,
+    starter,
+    train,
+    tune,
+    uncertainty,
+)
 from fedprompt.errors import FedpromptError, command_line
 from fedprompt.io.safe_text import safe_line, safe_text
 
@@ -50,7 +62,7 @@ for panel, commands in {
         uncertainty.uncertainty,
         results.verify,
     ),
-    MODELS: (models.predict, models.explain, models.export),
+    MODELS: (models.predict, models.explain, posterior.posterior, models.export),
     LISTS: (info.methods, info.backbones, info.datasets, info.schema),
     SITES: (federate.server,),
 }.items():
