@@ -44,7 +44,16 @@ def _scatter(axes: Axes, points: np.ndarray, numbers: np.ndarray, names: Sequenc
     for place, number in enumerate(there):
         chosen = points[numbers == number]
         label = names[number] if place < MOST_NAMED else None
-        axes.scatter(*chosen.T, s=14, color=colour(place), marker=marker(place), alpha=0.75, linewidths=0, label=label)
+        axes.scatter(
+            chosen[:, 0],
+            chosen[:, 1],
+            s=14,
+            color=colour(place),
+            marker=marker(place),
+            alpha=0.75,
+            linewidths=0,
+            label=label,
+        )
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, handletextpad=0.2)
 
 
