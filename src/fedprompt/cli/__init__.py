@@ -16,6 +16,7 @@ from fedprompt.cli import (
     posterior,
     reproduce,
     results,
+    shipped,
     site_node,
     starter,
     train,
@@ -63,7 +64,7 @@ for panel, commands in {
         results.verify,
     ),
     MODELS: (models.predict, models.explain, posterior.posterior, models.export),
-    LISTS: (info.methods, info.backbones, info.datasets, info.schema),
+    LISTS: (info.methods, info.backbones, info.datasets, shipped.configs, info.schema),
     SITES: (federate.server,),
 }.items():
     for command in commands:

@@ -98,7 +98,7 @@ def is_finished(config: Config) -> bool:
     if not (config.run_directory / FILE).exists():
         return False
     with closing(Run(config.run_directory)) as run:
-        tested = not config.data.novel or stored_figures(run.reader) is not None
+        tested = not config.data.tests_names or stored_figures(run.reader) is not None
         return run.config.digest() == config.digest() and run.finished and tested
 
 

@@ -313,11 +313,17 @@ def _body(result: Result) -> list[str]:
         blocks += [markdown_table(table)] if table.lines else []
     notes = reproduction_notes(result)
     if notes:
-        blocks.append("\n".join(f"- {markdown_escape(note)}" for note in notes))
+        blocks.append("\n".join(f"- {markdown_note(note)}" for note in notes))
     blocks += [f"![{about}]({path})" for path, about in result.pictures]
     if result.commands:
         blocks.append("```\n" + "\n".join(result.commands) + "\n```")
     return [*blocks, provenance(result)]
+
+
+def markdown_note(text: str) -> str:
+    """A note with its code in backticks kept as code; all other marks are escaped."""
+    parts = re.split(r"(`[^`]+`)", safe_line(text))
+    return "".join(part if number % 2 else markdown_escape(part) for number, part in enumerate(parts))
 
 
 def provenance(result: Result) -> str:

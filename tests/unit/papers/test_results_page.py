@@ -162,6 +162,21 @@ def test_the_page_says_what_was_not_recorded() -> None:
     assert "date: 2026-01-02 · hardware: Z80, 2 cores, 65.5 kB, 1 threads" in text
 
 
+@pytest.mark.parametrize(
+    ("note", "drawn"),
+    [
+        ("No setting of `train` is given", "No setting of `train` is given"),
+        ("`train.lrs.gate.*` 0.01, here *3*", "`train.lrs.gate.*` 0.01, here \\*3\\*"),
+        ("one ` alone <b>", "one \\` alone \\<b>"),
+        ("`a <b> | c` | d", "`a <b> | c` \\| d"),
+        ("a \\`b`", "a \\\\`b`"),
+        ("two\nlines `of\n# code`", "two lines `of # code`"),
+    ],
+)
+def test_code_in_a_note_stays_code_and_all_other_marks_are_escaped(note: str, drawn: str) -> None:
+    assert f"\n- {drawn}\n" in page([result(notes=[note])])
+
+
 def test_prose_of_the_page_wraps_and_its_tables_code_and_links_do_not() -> None:
     text = "| " + "cell " * 40 + "|\n```\n" + "command " * 40 + "\n```\n- " + "word " * 60 + "[link](" + "x" * 130 + ")"
     lines = wrapped(text).split("\n")
