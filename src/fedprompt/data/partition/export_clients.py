@@ -42,6 +42,8 @@ def export_clients(source: Source, manifest: Manifest, directory: Path) -> list[
     paths = _paths(manifest, directory)
     names = {"classes": list(manifest.class_names), "domains": list(manifest.domain_names)}
     columns = {"image": pa.binary(), "label": pa.int64(), "domain": pa.int64(), "split": pa.string()}
+    if source.groups is not None:
+        columns["group"] = pa.int64()
     schema = pa.schema(list(columns.items()), metadata={"fedprompt": json.dumps(names)})
     _claim(directory)
     for client, path in zip(manifest.clients, paths, strict=True):
@@ -78,11 +80,14 @@ def _claim(directory: Path) -> None:
 def _row_groups(source: Source, client: ClientData) -> Iterator[dict[str, list[object]]]:
     """The columns of one row group after the other, of a size that a reader can hold in memory."""
     group: dict[str, list[object]] = {"image": [], "label": [], "domain": [], "split": []}
+    if source.groups is not None:
+        group["group"] = []
     size = 0
     for split in PARTS:
         for index in getattr(client, split).tolist():
             image = _png(source.image(index))
-            row = (image, int(source.labels[index]), int(source.domains[index]), split)
+            row: list[object] = [image, int(source.labels[index]), int(source.domains[index]), split]
+            row += [] if source.groups is None else [int(source.groups[index])]
             for column, value in zip(group.values(), row, strict=True):
                 column.append(value)
             size += len(image)
