@@ -258,3 +258,30 @@ def test_the_file_store_of_mlflow_has_the_values_of_the_run_file(
     for tag, values in expected(done).items():
         assert {each.step: each.value for each in client.get_metric_history(number, tag)} == values
     assert [each.path for each in client.list_artifacts(number)] == ["report.html"]
+
+
+def test_an_offline_file_of_weights_and_biases_has_the_values_of_the_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = pytest.importorskip("wandb.sdk.internal.datastore")
+    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    done = run(settings(tmp_path, "wandb"))
+    (path,) = (done.directory / "trackers").rglob("run-*.wandb")
+    scanned = store.DataStore()
+    scanned.open_for_scan(str(path))
+    found: dict[str, dict[int, float]] = {}
+    while (content := scanned.scan_data()) is not None:
+        record = records.Record()
+        record.ParseFromString(content)
+        if record.WhichOneof("record_type") == "history":
+            values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            step = int(values.pop("_step", record.history.step.num))
+            for tag, value in values.items():
+                if not tag.startswith("_"):
+                    found.setdefault(tag, {})[step] = json.loads(value)
+    for tag, values in expected(done).items():
+        assert found[tag] == values
