@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 # modules are compiled when they are first imported, and kept: some machines forbid that, and every process starts 10 s later
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup assets demo bench test test-slow test-without-unix test-flower test-all docs lint format results clean
+.PHONY: setup assets demo bench test test-slow test-without-unix test-flower test-all deploy-check docs lint format results clean
 
 setup: $(INSTALLED)
 
@@ -54,6 +54,10 @@ test-without-unix: $(INSTALLED)  ## `make test` with what Windows lacks hidden f
 
 test-all: test test-slow test-without-unix test-flower  ## everything; before a release
 
+deploy-check: $(INSTALLED)  ## the files of deploy/: units, image, manifests, alert rules; some of it needs systemd and Prometheus
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt kubernetes-validate
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/unit/deploy/test_deploy_folder.py
+
 docs: $(INSTALLED)  ## the site of docs/ in site/, every link checked; open site/index.html
 # without --quiet, which drops warnings before --strict can count them
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -69,7 +73,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 results: $(INSTALLED)  ## docs/results.md, and the numbers on the pages of methods, from the files in benchmarks/accuracy
-	$(BIN)/fedprompt reproduce --page docs/results.md
+	$(BIN)/fedprompt reproduce --page docs/results.md --what-holds docs/what_holds.md
 	$(BIN)/python docs/tools/generate.py
 
 clean:

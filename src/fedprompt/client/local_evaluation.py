@@ -82,6 +82,8 @@ class Testing:
 
                 for part in in_fitting_parts(group, self.sizer, self._advance, work):
                     found |= part
+        if self.config.federation.test_classes == "own":
+            found = {client: (self._among_own(client, each), numbers) for client, (each, numbers) in found.items()}
         for client, (probabilities, _) in found.items():
             if not torch.isfinite(probabilities).all():
                 name = self.world.client_names[client]
@@ -89,6 +91,16 @@ class Testing:
                     f"predictions of client {name!r} in round {round} must be finite, got NaN or infinity"
                 )
         return found
+
+    def _among_own(self, client: int, probabilities: Tensor) -> Tensor:
+        """Probabilities among the classes of the client's training images; a newcomer without any has all."""
+        labels = self.bank.images(client, "train").labels
+        if not len(labels):
+            return probabilities
+        own = torch.zeros(probabilities.shape[-1], dtype=torch.bool, device=probabilities.device)
+        own[labels.unique()] = True
+        among = probabilities * own
+        return among / among.sum(-1, keepdim=True).clamp_min(torch.finfo(among.dtype).tiny)
 
     def _groups(
         self, params: Mapping[int, Tensors], images: Mapping[int, Images]

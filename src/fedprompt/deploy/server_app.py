@@ -88,7 +88,9 @@ def _federate(grid: Grid, config: str, resume: bool) -> None:
     values["output"] = {**values.get("output", {}), "directory": str(folder.runs)}
     experiment = SitesExperiment(values)
     engine = experiment.config.engine
-    post = SitesByGrid(grid, engine.deadline, engine.patience, trusting=not folder.secure)
+    federation = experiment.config.federation
+    late_rounds = federation.late_rounds if federation.staleness else 0
+    post = SitesByGrid(grid, engine.deadline, engine.patience, not folder.secure, late_rounds)
     progress = LiveProgress(Console(file=sys.stdout, force_terminal=False, width=200))
     try:
         with command_line():  # its errors are read by who gave the command
