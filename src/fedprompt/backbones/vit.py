@@ -36,6 +36,7 @@ from fedprompt.backbones.shape import CHANNELS, ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.errors import BackboneError, ContractError, broken
 from fedprompt.modules.insertion import VisionPrompt, check_prompt, enter, leaves, spread
+from fedprompt.tensors import to_device
 
 __all__ = ["READS", "ViT", "ViTShape"]
 
@@ -88,7 +89,7 @@ class ViT:
         if images.ndim != 4 or tuple(images.shape[1:]) != (CHANNELS, size, size):
             raise ContractError(f"images must be (B, {CHANNELS}, {size}, {size}), got {tuple(images.shape)}")
         weights = self.weights
-        images = images.to(self.device, self.dtype)
+        images = to_device(images, self.device, self.dtype)
         with layers.precision(self.autocast, self.device):
             patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
         patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
