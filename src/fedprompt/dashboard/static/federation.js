@@ -19,7 +19,7 @@ export function federation() {
   const heads = ["Site", "Status", "Last seen", "Last round", "Missed", "Late", "Refused"];
   const sites = h(
     "table",
-    { class: "runs sites" },
+    { class: "sites" },
     h("caption", { class: "unseen" }, "Sites"),
     h("thead", {}, h("tr", {}, heads.map((title) => h("th", { scope: "col" }, title)))),
     rows,
@@ -28,7 +28,7 @@ export function federation() {
   const none = h("p", { class: "note" }, "Nothing was refused and nobody was missing.");
   const node = h(
     "div",
-    {},
+    { class: "federation" },
     h("h1", {}, "Federation"),
     about,
     problem,
