@@ -20,7 +20,9 @@ def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
     return paths
 
 
-ConfigPath = Annotated[Path, typer.Argument(help="A YAML file, such as configs/demo.yaml.")]
+ConfigPath = Annotated[
+    Path, typer.Argument(help="A YAML file, or one that `fedprompt configs` lists, such as configs/demo.yaml.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

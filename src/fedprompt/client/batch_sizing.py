@@ -36,6 +36,8 @@ class StepNeeds:
     features: tuple[str, ...]
     """What it reads of the images, by the names of `ImageBank.prefetch`."""
     axes: Axes
+    draws: bool
+    """Whether it draws random numbers."""
     foldable: bool
     """Whether several clients can share a pass."""
 
@@ -79,16 +81,21 @@ class BatchSizer:
         world, first, anew = self._world, torch.zeros(1, dtype=torch.long), training and self._augmented
         one = images.load(first, step.needs, whole_views(1)) if anew else images
         image = make_batch(step, one, first, training)
+        noise = self._drawn(step, 1, training)
         with torch.no_grad():
-            given = step.prompts(world, params, image, self._drawn(step, 1, training))
+            given = step.prompts(world, params, image, noise)
         tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
         passes = changes_images(given, step.reads)
         features_first = anew and (bool(step.needs) or not passes)
+        said = [(c.per_image, world.classes * (c.tokens.shape[-2] + NAME_TOKENS)) for c in given.text.values()]
         return StepNeeds(
-            per_image=(given.repeat * tokens if passes else 0) + (world.tokens if features_first else 0),
-            per_client=sum(world.classes * (context.tokens.shape[-2] + NAME_TOKENS) for context in given.text.values()),
+            per_image=(given.repeat * tokens if passes else 0)
+            + (world.tokens if features_first else 0)
+            + sum(tokens for per_image, tokens in said if per_image),
+            per_client=sum(tokens for per_image, tokens in said if not per_image),
             features=(*step.needs, *((tokens_name(first_block(given)),) if passes else step.reads)),
             axes=self._axes(step, training),
+            draws=bool(noise),
             foldable=not given.weights,
         )
 

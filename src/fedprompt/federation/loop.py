@@ -343,7 +343,7 @@ class Federation:
         """Raise if the aggregate of finite updates is not finite."""
         rows = {f"of client {client} in the pool": row for client, row in server.pool.pending.items()}
         for name, tensor in {**server.shared, **server.own, **rows}.items():
-            if not tensor.isfinite().all():
+            if not wire.is_finite(tensor):
                 raise DivergenceError(f"server tensor {name!r} after round {round} must be finite, got NaN or infinity")
         return server
 
@@ -399,13 +399,23 @@ class Federation:
     def _downloads(self, server: Server, sent: dict[int, int] | None = None, clip: float | None = None) -> Download:
         """The audited download of each client, with `clip` if given; its bytes are added to `sent`."""
 
+        before: tuple[Tensors, Tensors, int] | None = None  # what was asked for last, what became of it, and its bytes
+
         def download(client: int) -> Tensors:
-            tensors = dict(self.method.download(self.world, server, client))
+            nonlocal before
+            asked = self.method.download(self.world, server, client)
+            if before is None or asked is not before[0]:
+                found = audited(asked, client)
+                before = asked, found, wire.size_in_bytes(found)
+            if sent is not None:
+                sent[client] = sent.get(client, 0) + before[2]
+            return dict(before[1])
+
+        def audited(asked: Tensors, client: int) -> Tensors:
+            tensors = dict(asked)
             if clip is not None:
                 tensors[mechanism.CLIP] = torch.tensor(clip, dtype=torch.float64)
             wire.audit_download(tensors, self.world.roles, self.world.client_names[client])
-            if sent is not None:
-                sent[client] = sent.get(client, 0) + wire.size_in_bytes(tensors)
             return {name: tensor.detach() for name, tensor in tensors.items()}
 
         return download

@@ -469,8 +469,9 @@ def _write_events(
     ]
     digest = digest_of(_insert(cursor, "events", rows)).hex()
     link = replace(link, last_event=link.last_event + len(rows), events=digest)
-    head = chained(before, link.text())
-    cursor.execute("INSERT INTO links (number, link, parts) VALUES (?, ?, ?)", (number, head, link.text()))
+    text = link.text()
+    head = chained(before, text)
+    cursor.execute("INSERT INTO links (number, link, parts) VALUES (?, ?, ?)", (number, head, text))
     return head, link
 
 

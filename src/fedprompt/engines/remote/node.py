@@ -24,7 +24,6 @@ from fedprompt.client.runtime import ClientRuntime, UsesTrainingImages
 from fedprompt.config import BackboneConfig, Config, DataConfig, EngineConfig, OutputConfig
 from fedprompt.config.registries import BACKBONES
 from fedprompt.core import registry, wire
-from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.site_data import Agreed, agree, open_site, site_manifest
 from fedprompt.data.sources.base import Source
 from fedprompt.engines.remote import site_figures
@@ -47,6 +46,7 @@ from fedprompt.engines.remote.site_policy import Refused, SitePolicy, refused_me
 from fedprompt.engines.remote.site_split import SiteSplit
 from fedprompt.errors import DivergenceError, FedpromptError, RunError
 from fedprompt.features.image_bank import ImageBank
+from fedprompt.features.item_store import open_store
 from fedprompt.io.bounded_read import strict_json
 from fedprompt.io.files import write_atomically
 from fedprompt.io.log_lines import fact
@@ -367,7 +367,7 @@ class Site(Node):
         record.pin(pinned)
         source = Agreed(own, class_names)
         manifest = site_manifest(source, self._split().applied(config.data), names, client)
-        pixels = ImageStore(source, backbone.shape.image_size, config.data.resize, self._directory / "cache")
+        pixels = open_store(source, backbone, config.data.resize, self._directory / "cache")
         states = NodeState(record.folder, self._anew)
         self._notice_changes(source, setting.run)
         bank = ImageBank(source, manifest, pixels, backbone, config.engine)
