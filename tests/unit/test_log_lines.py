@@ -67,6 +67,7 @@ def test_the_site_of_a_node_is_in_all_of_its_lines(capsys: pytest.CaptureFixture
 @pytest.fixture
 def library() -> Iterator[logging.Logger]:
     logger = logging.getLogger("a library of a test")
+    logging.captureWarnings(False)  # a test before may have left them to logging
     yield logger
     logger.handlers[:] = []
     logging.captureWarnings(False)
