@@ -55,7 +55,7 @@ test-without-unix: $(INSTALLED)  ## `make test` with what Windows lacks hidden f
 test-all: test test-slow test-without-unix test-flower  ## everything; before a release
 
 deploy-check: $(INSTALLED)  ## the files of deploy/: units, image, manifests, alert rules; some of it needs systemd and Prometheus
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt kubernetes-validate
+	$(INSTALL) kubernetes-validate
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/unit/deploy/test_deploy_folder.py
 
 docs: $(INSTALLED)  ## the site of docs/ in site/, every link checked; open site/index.html

@@ -482,7 +482,9 @@ def _late_events(admitted: Admitted, staleness: float) -> list[Event]:
     """Updates that came after their round and count in this one, for the run file."""
     return [
         Event(
-            each.client, LATE, f"{each.late} rounds late: counts with {decay(staleness, each.late):.3g} of its weight"
+            each.client,
+            LATE,
+            f"{each.late} round{'s' * (each.late > 1)} late: counts with {decay(staleness, each.late):.3g} of its weight",
         )
         for each in admitted.updates
         if each.late
