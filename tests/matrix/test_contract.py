@@ -34,6 +34,7 @@ from fedprompt.core.method import Batch, Method, Prompts, Seen, Server, Upload, 
 from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.engines import kinds
 from fedprompt.features.image_bank import ImageBank
+from fedprompt.modules.contexts import TextContext
 from fedprompt.modules.insertion import VisionPrompt
 from fedprompt.random_streams import stream
 from fedprompt.runs.run import Run
@@ -193,6 +194,13 @@ def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRu
     return world, backbone, runtime, params
 
 
+def _said(world: World, context: TextContext, tokens: Tensor) -> Tensor:
+    """Features (N, C, D) of the contexts of N clients, or (N, B, C, D), image by image."""
+    if not context.per_image:
+        return world.text.encode(tokens, context.position)
+    return torch.stack([world.text.encode(own, context.position) for own in tokens])
+
+
 def _folded_losses(
     step: Method,
     world: World,
@@ -226,7 +234,7 @@ def _folded_losses(
 
     slots, contexts, extra, weights = torch.func.vmap(ask)(params, labels, features, noise)
     plan = plans[0]
-    text = {name: world.text.encode(tokens, plan.text[name].position) for name, tokens in contexts.items()}
+    text = {name: _said(world, plan.text[name], tokens) for name, tokens in contexts.items()}
     images = torch.stack(tokens).repeat(1, plan.repeat, 1, 1)  # (N, J * B, T, d)
 
     def ask_later(

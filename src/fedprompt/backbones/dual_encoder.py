@@ -173,8 +173,13 @@ class DualEncoder(ViT):
             with torch.no_grad():
                 return self.text.encode(self.text.words("").unsqueeze(0), bare)[0]
 
+        def encode_unstored(contexts: Tensor, position: Position) -> Tensor:
+            return self.text.encode(contexts, names, position)
+
         width, room = self.text.shape.width, self.text.room(names)
-        return Language(width, self.features, self.scale, self.text.words, encode, room, encode_names, self.bias)
+        return Language(
+            width, self.features, self.scale, self.text.words, encode, room, encode_names, self.bias, encode_unstored
+        )
 
     def digest(self) -> str:
         sha = hashlib.sha256(f"{super().digest()} {self.text.digest()} {self.scale}".encode())

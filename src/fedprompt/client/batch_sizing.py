@@ -87,9 +87,12 @@ class BatchSizer:
         tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
         passes = changes_images(given, step.reads)
         features_first = anew and (bool(step.needs) or not passes)
+        said = [(c.per_image, world.classes * (c.tokens.shape[-2] + NAME_TOKENS)) for c in given.text.values()]
         return StepNeeds(
-            per_image=(given.repeat * tokens if passes else 0) + (world.tokens if features_first else 0),
-            per_client=sum(world.classes * (context.tokens.shape[-2] + NAME_TOKENS) for context in given.text.values()),
+            per_image=(given.repeat * tokens if passes else 0)
+            + (world.tokens if features_first else 0)
+            + sum(tokens for per_image, tokens in said if per_image),
+            per_client=sum(tokens for per_image, tokens in said if not per_image),
             features=(*step.needs, *((tokens_name(first_block(given)),) if passes else step.reads)),
             axes=self._axes(step, training),
             draws=bool(noise),

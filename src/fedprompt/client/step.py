@@ -15,15 +15,27 @@ from fedprompt.tensors import Tensors
 
 
 def encode_text(world: World, plan: Mapping[str, TextContext], contexts: Tensors) -> Tensors:
-    """The frozen text tower: features (N, C, D) of the contexts (N, ...) of N clients. Those of one shape run together."""
+    """The frozen text tower: features (N, C, D) of the contexts (N, ...) of N clients. Those of one shape run together.
+
+    Contexts per image (N, B, m, d) have features (N, B, C, D).
+    """
     kinds: dict[tuple[torch.Size, Position], list[str]] = {}
-    for name, context in plan.items():
-        kinds.setdefault((contexts[name].shape, context.position), []).append(name)
     found: Tensors = {}
+    for name, context in plan.items():
+        if context.per_image:
+            found[name] = _encode_per_image(world, contexts[name], context.position)
+        else:
+            kinds.setdefault((contexts[name].shape, context.position), []).append(name)
     for (_, position), names in kinds.items():
         features = world.text.encode(torch.cat([contexts[name] for name in names]), position)
         found |= dict(zip(names, features.unflatten(0, (len(names), -1)), strict=True))
     return found
+
+
+def _encode_per_image(world: World, contexts: Tensor, position: Position) -> Tensor:
+    sizes = list(contexts.shape[:2])
+    encode = world.text.encode_unstored or world.text.encode
+    return torch.unflatten(encode(contexts.flatten(0, 1), position), 0, sizes)
 
 
 def inserted(slots: Sequence[VisionPrompt]) -> tuple[VisionPrompt, ...]:

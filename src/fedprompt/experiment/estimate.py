@@ -8,7 +8,7 @@ small (docs/scale.md).
 
 from __future__ import annotations
 
-import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +28,11 @@ from fedprompt.federation.loop import is_evaluated
 from fedprompt.report.comparison_table import format_bytes
 from fedprompt.tensors import Tensors
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 WORTH_SAYING = 60.0  # seconds that a run must take for an estimate before round 1
 STEPS = 3  # that are measured after a first one
 FLOPS = 2e11  # in a second and thread, more than a processor does: what is short at this speed needs no estimate
@@ -46,8 +51,8 @@ class Estimate:
     """Seconds in a round."""
     evaluation: float
     """Seconds, each time."""
-    megabytes: float
-    """Of resident memory, at most."""
+    megabytes: float | None
+    """Of resident memory, at most; None where the system does not tell."""
     bytes_down: int
     """In a round, to all clients of a cohort."""
     bytes_up: int
@@ -59,10 +64,11 @@ class Estimate:
 
     def sentence(self) -> str:
         once = f" and {as_time(self.features)} once for features" if self.features >= 1 else ""
+        memory = "" if self.megabytes is None else f"{self.megabytes:.0f} MB of memory; "
         return (
             f"about {as_time(self.total)} in {self.rounds} rounds: {self.training:.3g} s of training in a round, "
-            f"{self.evaluation:.3g} s for each of {self.evaluations} evaluations{once}; {self.megabytes:.0f} MB of "
-            f"memory; {format_bytes(self.bytes_down)} down and {format_bytes(self.bytes_up)} up in a round"
+            f"{self.evaluation:.3g} s for each of {self.evaluations} evaluations{once}; {memory}"
+            f"{format_bytes(self.bytes_down)} down and {format_bytes(self.bytes_up)} up in a round"
         )
 
 
@@ -96,16 +102,25 @@ def estimate(config: Config, runtime: ClientRuntime, tested: Sequence[int]) -> E
     up = sum(
         torch.Size(shape).numel() * dtype.itemsize for shape, dtype in runtime.world.roles.uploaded("round").values()
     )
+    held = peak_megabytes()
     return Estimate(
         rounds=settings.rounds,
         evaluations=sum(is_evaluated(number, settings) for number in range(1, settings.rounds + 1)),
         features=probe.missing() / workers,
         training=training / workers,
         evaluation=evaluation / workers,
-        megabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 + probe.missing_megabytes(),
+        megabytes=None if held is None else held + probe.missing_megabytes(),
         bytes_down=down,
         bytes_up=up * taking_part,
     )
+
+
+def peak_megabytes() -> float | None:
+    """The most memory this process has had."""
+    if resource is None:
+        return None
+    units = 2**20 if sys.platform == "darwin" else 2**10
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / units
 
 
 class _Probe:

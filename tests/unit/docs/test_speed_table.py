@@ -1,4 +1,4 @@
-"""The tables of speeds in README.md and docs/speed.md."""
+"""The table of speeds in docs/speed.md."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ def test_a_line_says_whether_its_target_was_met() -> None:
     assert speed_table.verdict(line(target=3, figure=None)) == "≥ 3x: not measured"
 
 
-def test_the_long_table_says_why_there_is_no_figure_and_the_short_one_leaves_the_line_out() -> None:
-    lines = [line(), line(what="b", figure=None, why="no net"), line(what="c", unit="MB")]
-    assert "(no net)" in speed_table.table(lines, whole=True)
-    assert [row.split(" | ")[0] for row in speed_table.table(lines, whole=False).splitlines()[2:]] == ["| a"]
+def test_a_line_without_a_figure_says_why() -> None:
+    rows = speed_table.table(
+        [line(), line(what="b", figure=None, why="no net"), line(what="c", unit="MB")]
+    ).splitlines()
+    assert rows[2] == "| a | 1 s | 2 s | 2x | – |"
+    assert rows[3] == "| b | 1 s | 2 s | – | – (no net) |"
+    assert rows[4].endswith("| 2 MB | – |")
 
 
 def test_only_the_generated_part_of_a_page_changes() -> None:
@@ -36,10 +39,7 @@ def test_only_the_generated_part_of_a_page_changes() -> None:
         speed_table.renewed("no marks", "new\n")
 
 
-def test_the_pages_show_what_the_stored_figures_say() -> None:
+def test_the_page_shows_what_the_stored_figures_say() -> None:
     found = json.loads(speed_table.FIGURES.read_text(encoding="utf-8"))
-    for path, whole in speed_table.PAGES.items():
-        text = path.read_text(encoding="utf-8")
-        assert speed_table.renewed(text, speed_table.part(found, whole)) == text, (
-            f"run docs/tools/speed_table.py: {path}"
-        )
+    text = speed_table.PAGE.read_text(encoding="utf-8")
+    assert speed_table.renewed(text, speed_table.part(found)) == text, "run docs/tools/speed_table.py"

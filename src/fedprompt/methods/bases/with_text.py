@@ -104,6 +104,12 @@ def check_room(world: World, setting: str, tokens: int) -> None:
         raise ConfigError(broken(f"method.{setting}", rule, f"{tokens} tokens"))
 
 
+def check_words(world: World, setting: str, words: str) -> None:
+    """Raise unless the words have a token."""
+    if not len(world.text.words(words)):
+        raise ConfigError(broken(f"method.{setting}", "have at least one token", words))
+
+
 def precise(tensor: Tensor) -> Tensor:
     """In at least float32: bfloat16 would round away the differences between similarities."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
