@@ -341,6 +341,8 @@ class EngineConfig(Extensible):
     """Memory in GiB for features of images without prompts."""
     disk_gib: Rate = 8.0
     """Disk space in GiB for files with such features in the cache, all runs together."""
+    cache_dtype: Literal["same", "bfloat16"] = "same"
+    """Precision of stored features: the backbone's, or bfloat16, which takes half the room of float32 and rounds to 3 digits."""
     options: dict[str, Any] = {}
     """Settings of a `kind` that is not of this package."""
 

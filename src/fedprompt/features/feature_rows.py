@@ -79,7 +79,7 @@ class MemoryRows:
 
     def put(self, indices: np.ndarray, rows: Tensor) -> None:
         room = self._place[indices] >= 0
-        self._rows[self._places(indices[room])] = rows[torch.from_numpy(room)].to(self._rows.device)
+        self._rows[self._places(indices[room])] = rows[torch.from_numpy(room)].to(self._rows)
         self._filled[indices[room]] = True
 
     def _places(self, indices: np.ndarray) -> Tensor:
@@ -114,7 +114,7 @@ class FileRows:
         if self.full or not make_room(self._file.path.parent, wanted, self._budget):
             self._over = True
             return
-        content = rows.detach().cpu().contiguous().view(len(indices), -1).view(torch.uint8)
+        content = rows.detach().to("cpu", self._dtype).contiguous().view(len(indices), -1).view(torch.uint8)
         self._file.write(indices, content.numpy())
 
 
