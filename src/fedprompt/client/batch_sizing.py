@@ -92,7 +92,7 @@ class BatchSizer:
             per_client=sum(tokens for per_image, tokens in said if not per_image),
             features=(*step.needs, *((tokens_name(first_block(given)),) if passes else step.reads)),
             axes=self._axes(step, training),
-            foldable=not given.weights,
+            foldable=not (given.weights or given.text_weights),
         )
 
     def _axes(self, step: Method, training: bool) -> Axes:
