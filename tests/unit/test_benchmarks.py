@@ -131,3 +131,15 @@ def test_the_toy_job_is_the_same_for_all_who_read_it(bench: ModuleType, tmp_path
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(one.inputs.flatten(0, 1)), one.labels.flatten())
     assert one.score(job.from_modules(model.state_dict()))["loss"] == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_our_side_of_the_toy_job_still_runs_and_learns(bench: ModuleType, tmp_path: Path) -> None:
+    from peers import Worker
+    from toy import job
+
+    job.write(tmp_path / "toy.npz")
+    start = job.read(str(tmp_path / "toy.npz"))
+    with Worker([sys.executable, str(SPEED / "toy" / "ours.py"), str(tmp_path / "toy.npz")]) as ours:
+        found = ours.ask()
+    assert found["accuracy"] > start.score(start.start)["accuracy"] + 0.1
+    assert found["cpu"] > 0

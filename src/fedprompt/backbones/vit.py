@@ -172,9 +172,9 @@ class ViT:
             seen = self._last_block(main, prompts, slots, last_reads)
         else:
             seen = self._last_block(main, prompts, slots, frozenset(READS[1:]))
-            seen["cls"] = pooled(self.weights, self.shape, torch.cat([seen["patches"], seen["prompts"]], dim=1))
+            seen["cls"] = self._pooled(seen["patches"], seen["prompts"])
         if "patches" in reads and not self.shape.has_cls:
-            seen["patches"] = pooled_alone(self.weights, self.shape, seen["patches"])
+            seen["patches"] = self._pooled_alone(seen["patches"])
         if ATTENTION in reads:
             looks.append(self._look(last, [main, *slots]))
             shares = pad_sequence([look.T for look in looks], padding_value=0.0)[1:]  # slots may join at a pause
@@ -207,7 +207,7 @@ class ViT:
         rows = self.block_inputs(tokens, [blocks])[0]
         if self.shape.has_cls:
             return self._norm("norm", rows[:, 0])
-        return pooled(self.weights, self.shape, self._norm("norm", rows))
+        return self._pooled(self._norm("norm", rows), rows[:, :0])
 
     def digest(self) -> str:
         """The identity of what this backbone computes: architecture, resolution, preprocessing and every byte of every
@@ -230,6 +230,14 @@ class ViT:
             raise BackboneError(
                 f"backbone {self.name!r} must stay frozen, but its digest went from {expected_digest} to {found}"
             )
+
+    def _pooled(self, rows: Tensor, prompts: Tensor) -> Tensor:
+        """What is read as CLS where there is no CLS row: one vector (B, d) of normed rows."""
+        return pooled(self.weights, self.shape, torch.cat([rows, prompts], dim=1))
+
+    def _pooled_alone(self, rows: Tensor) -> Tensor:
+        """The same of every row by itself, (B, R, d)."""
+        return pooled_alone(self.weights, self.shape, rows)
 
     def _enter(self, prompt: VisionPrompt, rows: Tensor, block: int) -> Tensor:
         """The rows of a slot at the input of a block. CLIP's `ln_pre` also applies to prompts of block 0."""

@@ -138,8 +138,19 @@ def dashboard(
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen. There is no login.")] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    server: Annotated[
+        Path | None, typer.Option("--server", help="The folder of a federation's server: its sites and runs.")
+    ] = None,
 ) -> None:
     """Serve a live page that lists runs, follows them while they train and compares them; see docs/dashboard.md."""
     from fedprompt.dashboard.serve import serve
 
-    serve(runs, host, port, open_browser)
+    if server is None:
+        serve(runs, host, port, open_browser)
+        return
+    from fedprompt.deploy.federation_page import FederationPage
+    from fedprompt.deploy.folders import ServerFolder
+
+    folder = ServerFolder.load(server)
+    folder.runs.mkdir(mode=0o700, exist_ok=True)
+    serve([folder.runs, *(runs or [])], host, port, open_browser, FederationPage(folder).answer)

@@ -9,7 +9,7 @@ import typer
 
 from fedprompt.cli.options import AsJson, ConfigPath, Overrides, Plugins, Quiet, Resume, Seeds, load, seed_numbers
 from fedprompt.cli.run_configs import launch, profiled, say, unobserved
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, broken
 from fedprompt.io.safe_text import safe_text
 
 protocol = typer.Typer(
@@ -97,6 +97,47 @@ def comeback(
     if not as_json:
         typer.echo(safe_text(comeback_table(done, series.client, series.away)))
     say(f"picture: {save_comeback(done, series.client, series.away, series.picture)}")
+
+
+@protocol.command("cross-domain")
+def cross_domain(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    domain: Annotated[
+        list[str] | None,
+        typer.Option("--domain", help="Leave out this domain; may be repeated. Each in turn by default."),
+    ] = None,
+    resume: Resume = False,
+    seed: Seeds = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
+    """Train on all domains but one, and test every client on that one."""
+    from fedprompt.evaluation import protocols
+
+    launch(protocols.cross_domain(config, overrides or (), seed_numbers(seed), domain or ()), resume, quiet, as_json)
+
+
+@protocol.command("cross-dataset")
+def cross_dataset(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    to: Annotated[
+        str, typer.Option("--to", help="The other set, as in data.source: a folder, a parquet file, ...")
+    ] = "",
+    resume: Resume = False,
+    seed: Seeds = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
+    """Test the clients at the end on another set, whose classes they know by name only."""
+    from fedprompt.evaluation import protocols
+
+    if not to:
+        raise ConfigError(broken("--to", "name another set", to))
+    launch(protocols.cross_dataset(config, to, overrides or (), seed_numbers(seed)), resume, quiet, as_json)
 
 
 @protocol.command()

@@ -36,6 +36,8 @@ class StepNeeds:
     features: tuple[str, ...]
     """What it reads of the images, by the names of `ImageBank.prefetch`."""
     axes: Axes
+    draws: bool
+    """Whether it draws random numbers."""
     foldable: bool
     """Whether several clients can share a pass."""
 
@@ -79,8 +81,9 @@ class BatchSizer:
         world, first, anew = self._world, torch.zeros(1, dtype=torch.long), training and self._augmented
         one = images.load(first, step.needs, whole_views(1)) if anew else images
         image = make_batch(step, one, first, training)
+        noise = self._drawn(step, 1, training)
         with torch.no_grad():
-            given = step.prompts(world, params, image, self._drawn(step, 1, training))
+            given = step.prompts(world, params, image, noise)
         tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
         passes = changes_images(given, step.reads)
         features_first = anew and (bool(step.needs) or not passes)
@@ -92,6 +95,7 @@ class BatchSizer:
             per_client=sum(tokens for per_image, tokens in said if not per_image),
             features=(*step.needs, *((tokens_name(first_block(given)),) if passes else step.reads)),
             axes=self._axes(step, training),
+            draws=bool(noise),
             foldable=not (given.weights or given.text_weights),
         )
 

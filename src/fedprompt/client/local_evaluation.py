@@ -76,6 +76,8 @@ class Testing:
                     found[group[0]] = self._alone(group[0], step_needs, params[group[0]], images[group[0]], round)
                 else:
                     found |= self._together(group, step_needs, params, images, round)
+        if self.config.federation.test_classes == "own":
+            found = {client: (self._among_own(client, each), numbers) for client, (each, numbers) in found.items()}
         for client, (probabilities, _) in found.items():
             if not torch.isfinite(probabilities).all():
                 name = self.world.client_names[client]
@@ -83,6 +85,16 @@ class Testing:
                     f"predictions of client {name!r} in round {round} must be finite, got NaN or infinity"
                 )
         return found
+
+    def _among_own(self, client: int, probabilities: Tensor) -> Tensor:
+        """Probabilities among the classes of the client's training images; a newcomer without any has all."""
+        labels = self.bank.images(client, "train").labels
+        if not len(labels):
+            return probabilities
+        own = torch.zeros(probabilities.shape[-1], dtype=torch.bool, device=probabilities.device)
+        own[labels.unique()] = True
+        among = probabilities * own
+        return among / among.sum(-1, keepdim=True).clamp_min(torch.finfo(among.dtype).tiny)
 
     def _groups(
         self, params: Mapping[int, Tensors], images: Mapping[int, Images]

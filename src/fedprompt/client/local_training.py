@@ -20,6 +20,7 @@ from fedprompt.client.batch_schedule import BatchSchedule, Plan, batch_schedule_
 from fedprompt.client.batch_sizing import BatchSizer, Noise, StepNeeds, shapes_of
 from fedprompt.client.batched_clients import StackedBatch, StackedParams, losses_of_clients, over_clients
 from fedprompt.client.optimizers import OptimizerState, RateSchedule, optimizer_step, rate_schedule
+from fedprompt.client.recorded_step import RecordedSteps
 from fedprompt.client.step import step_loss
 from fedprompt.config import Config
 from fedprompt.core.first_step import Gauge
@@ -77,6 +78,8 @@ class LocalTraining:
         self.gauge: Gauge | None = None
         self._gauge: Gauge | None = None  # in the first round
         self._advance = Advance(None, "", 0, 0)
+        self._recorded = RecordedSteps()
+        self._steps: list[Method] = []  # that were recorded
 
     def run(
         self,
@@ -164,8 +167,8 @@ class LocalTraining:
             elif ahead:
                 self.bank.prefetch(torch.cat(ahead), step_needs.features)
             draws, augmentation = (
-                [stream(seed, round, client, f"{purpose}{what}.{stage.name}") for client in group]
-                for what in ("noise", "augmentation")
+                [stream(seed, round, client, f"{purpose}{what}.{stage.name}") for client in group] if wanted else []
+                for what, wanted in (("noise", step_needs.draws), ("augmentation", train.augmented))
             )
             steps = [len(plans[client][1]) for client in group]
             rates = rate_schedule(
@@ -183,15 +186,8 @@ class LocalTraining:
         for number in range(line.table.steps):
             count = len(line.table.now(number))
             now = stacked.first(count)
-            leaves = {name: now.stacked[name].detach().requires_grad_() for name in stage.trainable}
             inputs = self._load(stage.step, line, number)
-            loss = self._losses(stage.step, now.changed(leaves), inputs)
-            if not loss.requires_grad:
-                raise ContractError(
-                    f"stage {stage.name!r} must depend on one of its trainables {', '.join(stage.trainable)}"
-                )
-            found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
-            slopes = dict(zip(leaves, found, strict=True))
+            loss, slopes = self._slopes(stage, now, inputs, line.step_needs)
             if gradients is not None:
                 each = [
                     gradients(client, {name: slope[place] for name, slope in slopes.items()})
@@ -205,14 +201,15 @@ class LocalTraining:
                 self._gauge.add(before, slopes, stepped, last=number + 1 == line.table.steps)
             stacked = stacked.changed(self._corrected(stage.step, stepped, now, number))
             done = len(line.clients) - count
-            losses.append(F.pad(loss.detach(), (0, done)) if done else loss.detach())
+            losses.append(F.pad(loss, (0, done)) if done else loss)
             self._advance.add(count)
         return stacked, torch.stack(losses, dim=1)
 
     def _load(self, method: Method, line: ClientBatch, number: int) -> StackedBatch | tuple[LoadedImages, Tensors]:
         """The images and random draws of one step, of one client or of several."""
         sizes = line.table.now(number)
-        noise = [self.noise(method, size, True, line.draws[place]) for place, size in enumerate(sizes)]
+        noise = [self.noise(method, size, True, draws) for size, draws in zip(sizes, line.draws, strict=False)]
+        noise = noise or [{} for _ in sizes]
         train = self.config.train
         pairs = zip(sizes, line.augmentation, strict=False)  # some clients may be done
         views = [draw_views(train, size, draws) for size, draws in pairs] if train.augmented else []
@@ -220,6 +217,48 @@ class LocalTraining:
             positions = line.table.positions[0, number, : sizes[0]]
             return line.images[0].load(positions, line.step_needs.features, views[0] if views else None), noise[0]
         return StackedBatch.of(line.table, number, noise, line.step_needs, method, self.world, self.bank, True, views)
+
+    def _slopes(
+        self,
+        stage: Stage,
+        params: StackedParams,
+        inputs: StackedBatch | tuple[LoadedImages, Tensors],
+        step_needs: StepNeeds,
+    ) -> tuple[Tensor, Tensors]:
+        """The losses (N,) of a step, and their gradients. A step without a pass is small, and recorded."""
+        if not isinstance(inputs, StackedBatch) or step_needs.per_image or step_needs.per_client:
+            loss, *found = self._differentiated(stage, params, inputs)
+        else:
+            batch, groups = inputs, (params.stacked, params.common, inputs.parts)
+            names = [tuple(group) for group in groups]
+
+            def step(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+                left = iter(tensors)
+                stacked, common, parts = ({name: next(left) for name in each} for each in names)
+                return self._differentiated(stage, StackedParams(stacked, common), batch.with_parts(parts))
+
+            key = (self._number(stage.step), stage.name, stage.trainable, *names)
+            loss, *found = self._recorded.run(key, step, [each for group in groups for each in group.values()])
+        return loss, dict(zip(stage.trainable, found, strict=True))
+
+    def _differentiated(
+        self, stage: Stage, params: StackedParams, inputs: StackedBatch | tuple[LoadedImages, Tensors]
+    ) -> list[Tensor]:
+        """The losses and the gradients by the stage's trainables."""
+        leaves = {name: params.stacked[name].detach().requires_grad_() for name in stage.trainable}
+        loss = self._losses(stage.step, params.changed(leaves), inputs)
+        if not loss.requires_grad:
+            raise ContractError(
+                f"stage {stage.name!r} must depend on one of its trainables {', '.join(stage.trainable)}"
+            )
+        found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+        return [loss.detach(), *found]
+
+    def _number(self, step: Method) -> int:
+        """The same for equal steps."""
+        if step not in self._steps:
+            self._steps.append(step)
+        return self._steps.index(step)
 
     def _losses(
         self, method: Method, params: StackedParams, inputs: StackedBatch | tuple[LoadedImages, Tensors]

@@ -18,6 +18,7 @@ import yaml
 
 from fedprompt.config.protection_settings import PRIVACY_PRESETS
 from fedprompt.config.settings import SHORTHANDS, Config, as_section, parse
+from fedprompt.config.shipped_configs import located
 from fedprompt.config.strict_yaml import MOST_BYTES, MOST_LEVELS, read_yaml
 from fedprompt.errors import ConfigError, broken, did_you_mean
 from fedprompt.io.bounded_read import read_text
@@ -63,9 +64,9 @@ def _meant(key: str) -> str:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The sections of a YAML file as they stand."""
+    """The sections of a YAML file, or of a config of the package, as they stand."""
     try:
-        raw = read_yaml(read_text(Path(path), MOST_BYTES)) or {}
+        raw = read_yaml(read_text(located(path), MOST_BYTES)) or {}
     except OSError as error:
         raise ConfigError(f"config: cannot read {str(path)!r}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:

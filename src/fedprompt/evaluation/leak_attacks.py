@@ -16,6 +16,8 @@ uninformative. With w before and w' after the participation,
     loss(x)   = -l(x; w')               what was learned up to now
 
 score the client's training images (members) and its test images (others); the result is the area under the ROC curve.
+The participation has the full learning rates: under a cosine over the rounds the last uploads hardly change anything,
+while the server has also seen the first ones.
 
 Prototypes. A statistic with a count is a sum by rows: S_r over n_r images. The score of an image of the row is cos(S_r,
 vector) with its own vector. A row of one image is that image's vector: the nearest of all candidates is then the image
@@ -34,9 +36,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.client.client_states import ClientStates
+from fedprompt.client.optimizers import round_factor, schedule_of
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.client.step import forward, make_batch
-from fedprompt.config import Config
+from fedprompt.config import Config, TrainConfig
 from fedprompt.core.client_sampling import sample_attackers
 from fedprompt.core.messages import LocalUpdate
 from fedprompt.core.method import Method, Server, Upload, World, without
@@ -113,6 +116,16 @@ class Row:
     """None without such test images."""
 
 
+def at_full_rate(train: TrainConfig) -> TrainConfig:
+    """The same training in which no rate falls over the rounds. A cosine within a participation is part of every upload."""
+    schedules = {name: steady(schedule) for name, schedule in train.schedules.items()}
+    return train.model_copy(update={"schedule": steady(train.schedule), "schedules": schedules})
+
+
+def steady(schedule: str) -> str:
+    return "constant" if schedule == "cosine" else schedule
+
+
 @dataclass(frozen=True)
 class Audit:
     """A stored federation whose clients take part once more, without anything being written."""
@@ -131,18 +144,25 @@ class Audit:
 
     @property
     def round(self) -> int:
-        """The next round, or the last one again: a schedule has no rate after the last round."""
+        """The next round, or the last one again: a run has none after it."""
         return min(self.server.round + 1, self.config.federation.rounds)
 
+    @property
+    def rate_share(self) -> float:
+        """The smallest share of its full learning rate that a trained tensor has in this round of the run."""
+        train, rounds = self.config.train, self.config.federation.rounds
+        names = {name for stage in self.method.stages(self.world, train) for name in stage.trainable}
+        return min((round_factor(schedule_of(train, name), self.round, rounds) for name in names), default=1.0)
+
     def runtime(self, states: ClientStates | None = None) -> Observed:
-        """The clients as they are, but honest."""
-        config = self.config.model_copy(update={"attack": None})
+        """The clients as they are, but honest, and with the full learning rates."""
+        config = self.config.model_copy(update={"attack": None, "train": at_full_rate(self.config.train)})
         states = states or self.states
         return Observed(config, self.world, self.method, self.bank, states, self.domain_names, self.terms)
 
     def player(self, images: Images) -> Observed:
         """The server simulates a new client: it trains for an epoch at a time and adds no noise."""
-        train = self.config.train.model_copy(update={"epochs": 1})
+        train = at_full_rate(self.config.train).model_copy(update={"epochs": 1})
         config = self.config.model_copy(update={"attack": None, "privacy": None, "train": train})
         nothing = ClientStates(lambda client: None)
         return Observed(config, self.world, self.method, CommonImages(images), nothing, self.domain_names)

@@ -93,6 +93,7 @@ def audit_run(
         "method": audit.config.label,
         "seed": audit.config.seed,
         "round": audit.server.round,
+        "rate_share": audit.rate_share,
         "clients": len(chosen),
         "privacy": privacy_of(run),
         "seen": seen_of(audit.config),

@@ -97,7 +97,9 @@ class FileRows:
         self._over = False
         self.known, self.holds = self._file.known, self._file.holds
         with suppress(OSError):
-            os.utime(path, follow_symlinks=False)  # those used longest ago are deleted first
+            os.utime(
+                path, follow_symlinks=os.utime not in os.supports_follow_symlinks
+            )  # those used longest ago are deleted first
 
     @property
     def full(self) -> bool:

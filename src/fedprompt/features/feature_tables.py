@@ -25,12 +25,12 @@ from fedprompt.backbones.block import run_block
 from fedprompt.backbones.vit import ViT
 from fedprompt.backbones.weight_cache import code_digest, identity
 from fedprompt.config import EngineConfig
-from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.cache.prefetch import Background
 from fedprompt.data.sources.base import Source
 from fedprompt.features.augmentation import augmented_features
 from fedprompt.features.compute import Feature, block_input, computed, named
 from fedprompt.features.feature_rows import MEMORY, SUFFIX, FileRows, MemoryRows, Rows
+from fedprompt.features.item_store import ItemStore
 from fedprompt.tensors import Tensors
 
 RECIPE = 1  # raise it when the passes give other bits, so that old files are not used
@@ -51,6 +51,11 @@ class LoadedRows(dict[str, Tensor]):
         super().__init__(load(names))
         self._load = load
 
+    @classmethod
+    def at_hand(cls, rows: Tensors) -> LoadedRows:
+        """Rows that are there already, and no others."""
+        return cls(lambda names: {name: rows[name] for name in names}, tuple(rows))
+
     def __missing__(self, name: str) -> Tensor:
         self.update(self._load([name]))
         return self[name]
@@ -64,7 +69,7 @@ class FeatureTables:
     """
 
     def __init__(
-        self, source: Source, groups: np.ndarray, store: ImageStore, backbone: ViT, engine: EngineConfig | None = None
+        self, source: Source, groups: np.ndarray, store: ItemStore, backbone: ViT, engine: EngineConfig | None = None
     ) -> None:
         engine = engine or EngineConfig()
         self.source, self.store, self.backbone = source, store, backbone

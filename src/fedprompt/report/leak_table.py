@@ -57,7 +57,13 @@ def _per_cent(value: float | None, chance: float | None = None) -> str:
 
 def _remarks(findings: Sequence[Mapping[str, Any]]) -> list[str]:
     early = [f"{finding['run']}: read {finding['seen']}" for finding in findings if finding["seen"] != "as uploaded"]
+    still = [
+        f"{finding['run']}: audited at the full learning rate, of which its schedule leaves {finding['rate_share']:.0%} in that round"
+        for finding in findings
+        if finding["rate_share"] < 1
+    ]
     return [
         "AUC with standard error, 0.5 is a guess; nearest, std and spread in per cent, by chance in brackets.",
         *early,
+        *still,
     ]

@@ -82,8 +82,10 @@ def ranks_over_tasks(arranged: Arrangement) -> Part:
 
 
 def learning_curves(arranged: Arrangement) -> Part:
+    """Only of tasks with a run that was evaluated often enough: a line between two points shows no course."""
+    chosen = [column for column in arranged.columns if plots.has_curves(column.families)]
     caption = "Accuracy by round: mean over seeds, band of one standard deviation. Solid: Average. Dashed: Worst Local."
-    return _by_column("Learning curves", arranged, plots.draw_curves, caption)
+    return _part("Learning curves", _pictures("learning-curves", chosen, _drawn(plots.draw_curves), caption))
 
 
 def fairness(arranged: Arrangement) -> Part:

@@ -21,6 +21,7 @@ from fedprompt.client.step import step_loss
 from fedprompt.core import registry
 from fedprompt.errors import RunError
 from fedprompt.evaluation import leak_attacks
+from fedprompt.evaluation.leak_attacks import Observed
 from fedprompt.evaluation.leak_audit import audit_run, open_audit
 from fedprompt.metrics.auc import Area, area, mean_area
 from fedprompt.report.leak_table import leak_table, privacy_text
@@ -253,6 +254,35 @@ def test_runs_that_cannot_be_audited(settings: Settings, tmp_path: Path) -> None
         audit_run(Run(tmp_path / "runs" / "tiny-fedvpt-seed0"))
 
 
+def test_a_rate_that_has_fallen_hides_no_leak(finished: Callable[..., Run]) -> None:
+    """An update of the last rounds of a cosine tells nearly nothing. The server has also seen the first ones."""
+    train = {"lr": 0.05, "schedules": {"head.*": "cosine"}, "schedule": "cosine"}
+    trained = finished(
+        method={"name": "fedvpt", "prompt_tokens": 2, "head": "shared"}, train=train, federation={"rounds": 30}
+    )
+    audit = open_audit(trained)
+    _, reply = audit.membership(0)
+    still = Observed(audit.config, audit.world, audit.method, audit.bank, audit.states, audit.domain_names)
+    moved, crept = (
+        (update.upload["head.weight"] - audit.server.shared["head.weight"]).norm()
+        for update in (reply, still.train(audit.round, 0, audit.download(audit.server, 0)))
+    )
+    assert audit.rate_share == pytest.approx(0.5 * (1 + math.cos(math.pi * 29 / 30)))
+    assert 0 < crept < 0.01 * moved
+    found = audit_run(trained, clients=1)
+    assert found["rate_share"] == audit.rate_share
+    assert "audited at the full learning rate, of which its schedule leaves 0% in that round" in leak_table([found])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "local_cosine"])
+def test_a_rate_that_does_not_fall_over_the_rounds_stays(finished: Callable[..., Run], schedule: str) -> None:
+    trained = finished(train={"schedule": schedule})
+    audit = open_audit(trained)
+    assert audit.rate_share == 1
+    assert audit.runtime().config.train == audit.config.train
+    assert "full learning rate" not in leak_table([audit_run(trained, clients=1)])
+
+
 def test_other_weights_are_refused(finished: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     trained = finished()
     stored = trained.reader.fact
@@ -292,7 +322,8 @@ def test_the_command_prints_a_table_or_json(settings: Settings, tmp_path: Path) 
     vpt, pep = json.loads(audit(str(tmp_path / "runs"), "--clients", "2", "--json").stdout)
     assert list(vpt) == list(pep)
     assert list(vpt) == [
-        *("run", "method", "seed", "round", "clients", "privacy", "seen", "membership", "prototypes", "fairness"),
+        *("run", "method", "seed", "round", "rate_share"),
+        *("clients", "privacy", "seen", "membership", "prototypes", "fairness"),
     ]
     assert set(pep["membership"]) == {"server", "insider"}
     assert set(pep["membership"]["server"]) == {"update", "loss"}

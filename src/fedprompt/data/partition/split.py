@@ -34,6 +34,22 @@ def train_and_test(source: Source, data: DataConfig, every_class: bool = True) -
     )
 
 
+def long_tail(train: np.ndarray, labels: np.ndarray, imbalance: float) -> np.ndarray:
+    """Fewer and fewer training images from the first class to the last one.
+
+    Class c of C keeps at most n I^(-c / (C - 1)) images, at least one, where n is the largest class and I the imbalance. They
+    are taken evenly from the class's images, so from all of its domains.
+    """
+    counts = np.bincount(labels[train])
+    last = max(1, len(counts) - 1)
+    kept = []
+    for label, count in enumerate(counts.tolist()):
+        most = max(1, int(counts.max() * imbalance ** (-label / last) + 1e-9))
+        images = train[labels[train] == label]
+        kept.append(images[np.linspace(0, count, min(most, count), endpoint=False).astype(int)])
+    return _sorted(kept)
+
+
 def stratified(labels: np.ndarray, domains: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Reserve a fraction of every (domain, class) for testing: at least one image, and never the only one."""
     generator = stream(seed, "split")

@@ -6,6 +6,7 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -23,8 +24,11 @@ SPLITS = {"train": "train", "test": "test", "val": "val", "valid": "val", "valid
 
 
 class Source(ABC):
-    """Labelled images in a fixed order. Labels and domains are in memory; pixels are decoded on demand."""
+    """Labelled images in a fixed order. Labels and domains are in memory; pixels are decoded on demand. A source may hold
+    sentences instead.
+    """
 
+    holds: Literal["images", "sentences"] = "images"
     name: str
     class_names: tuple[str, ...]
     domain_names: tuple[str, ...]
@@ -41,6 +45,10 @@ class Source(ABC):
     @abstractmethod
     def image(self, index: int) -> Image.Image:
         """The image in RGB; a damaged one is a DataError that names its file or row."""
+
+    def sentence(self, index: int) -> str:
+        """The text, where the source holds sentences."""
+        raise DataError(broken(f"{self.name} row {index}", "be a sentence", "an image"))
 
 
 def decode(encoded: bytes | Path, where: str) -> Image.Image:

@@ -9,7 +9,8 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedprompt.errors import DataError, broken
 from fedprompt.io.bounded_read import read_bytes
 
 MOST_BYTES = 256 * 2**20
+MOST_HEAD = 2**16  # characters of the first line
 SUFFIXES = (".csv", ".tsv")
 SEPARATORS = ",;\t"
 COLUMNS = {  # what a column is called, the first name is ours
@@ -39,16 +41,16 @@ class CsvSource(Source):
 
     def __init__(self, path: Path, cache: Path) -> None:
         where = path.name
-        columns = _columns(path)
+        columns = read_table(path)
         self.name, self._root = path.stem, path.parent
         self._files = _inside(columns["path"], path.parent, where)
-        self.labels, self.class_names = encode_names(columns["label"], _in_order(columns["label"]), "label", where)
+        self.labels, self.class_names = encode_names(columns["label"], names_in_order(columns["label"]), "label", where)
         self.domains, self.domain_names = np.zeros(len(self._files), dtype=np.int64), NO_DOMAINS
         if "domain" in columns:
-            names = _in_order(columns["domain"])
+            names = names_in_order(columns["domain"])
             self.domains, self.domain_names = encode_names(columns["domain"], names, "domain", where)
         self.splits = encode_splits(columns["split"], where) if "split" in columns else None
-        self.ranks = _ranks(columns["rank"], where) if "rank" in columns else None
+        self.ranks = rank_numbers(columns["rank"], where) if "rank" in columns else None
         content = fingerprint.of_tree(path.parent, self._files, cache)
         table = {name: values for name, values in columns.items() if name != "path"}
         self.fingerprint = hashlib.sha256(json.dumps([content, table], sort_keys=True).encode()).hexdigest()
@@ -68,7 +70,19 @@ def csv_file(path: Path) -> Path | None:
     return tables[0] if len(tables) == 1 and (flat or not any(entry.is_dir() for entry in entries)) else None
 
 
-def _columns(path: Path) -> dict[str, list[str]]:
+def head(path: Path) -> list[str]:
+    """The names of the columns; none where the file cannot be read."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            line = file.readline(MOST_HEAD)
+    except (OSError, ValueError):
+        return []
+    return [name.strip().strip('"').lower() for name in re.split(f"[{SEPARATORS}]", line)]
+
+
+def read_table(
+    path: Path, columns: Mapping[str, Sequence[str]] = COLUMNS, required: Sequence[str] = REQUIRED
+) -> dict[str, list[str]]:
     """The columns that are understood, by our name."""
     try:
         text = read_bytes(path, MOST_BYTES).decode("utf-8-sig")
@@ -77,11 +91,11 @@ def _columns(path: Path) -> dict[str, list[str]]:
         raise DataError(f"data.source must be a readable CSV file in UTF-8: {path}: {error}") from error
     head, rows = ([name.strip().lower() for name in lines[0]], lines[1:]) if lines else ([], [])
     places: dict[str, int] = {}
-    for ours, names in COLUMNS.items():
+    for ours, names in columns.items():
         found = [name for name in names if name in head]
         if found and head.count(found[0]) > 1:
             raise DataError(f"{path.name}: " + broken("columns", "have different names", head))
-        if not found and ours in REQUIRED:
+        if not found and ours in required:
             rule = f"include {ours!r} (or {', '.join(names[1:])})"
             raise DataError(f"{path.name}: " + broken("columns", rule, head))
         places |= {ours: head.index(found[0])} if found else {}
@@ -122,13 +136,13 @@ def _inside(paths: Sequence[str], root: Path, where: str) -> list[str]:
     return list(seen)
 
 
-def _in_order(values: Sequence[str]) -> tuple[str, ...]:
+def names_in_order(values: Sequence[str]) -> tuple[str, ...]:
     """The names there are: in alphabetical order, or in that of numbers."""
     names = sorted(set(values))
     return tuple(sorted(names, key=int) if all(name.isdecimal() and len(name) < 19 for name in names) else names)
 
 
-def _ranks(values: Sequence[str], where: str) -> np.ndarray:
+def rank_numbers(values: Sequence[str], where: str) -> np.ndarray:
     for row, value in enumerate(values):
         if not (value.isascii() and value.isdecimal() and len(value) < 19):
             raise DataError(f"{where} row {row}: " + broken("rank", "be a whole number of at least 0", value))
