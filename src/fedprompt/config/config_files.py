@@ -5,6 +5,7 @@ Free of torch, like `fedprompt.config`.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -36,6 +37,7 @@ TUNED_SECTIONS = (
 KEEPING = ("data", "backbone")  # sections whose other settings stay when a text is given for them
 CASES = "cases"  # the axis of a sweep whose choices set several settings each
 MOST_RUNS = 10_000  # of one sweep
+MOST_LETTERS = 150  # that what differs adds to the name of a run; folders have names of at most 255
 MOST_TEXT = 64 * 2**20  # bytes of settings, written out for every run of a sweep
 
 
@@ -150,6 +152,11 @@ def told_apart(configs: list[Config]) -> list[Config]:
             raise ConfigError(f"sweep must not hold the same run twice, got {name!r} {len(alike)} times")
         for number in alike if len(alike) > 1 else []:
             parts = [f"{_last_name(key)}{flat[number][key]}" for key in varied if flat[number].get(key) is not None]
+            if sum(map(len, parts)) > MOST_LETTERS:
+                parts = [
+                    part if len(part) <= 40 else f"{part[:24]}-{hashlib.sha256(part.encode()).hexdigest()[:8]}"
+                    for part in parts
+                ]
             result[number] = renamed(configs[number], *parts)
     return result
 
