@@ -112,7 +112,7 @@ class BatchSizer:
             features=(*step.needs, *((tokens_name(first_block(given)),) if passes else step.reads)),
             axes=self._axes(step, training),
             draws=bool(noise),
-            foldable=not given.weights,
+            foldable=not (given.weights or given.text_weights),
         )
 
     def _axes(self, step: Method, training: bool) -> Axes:
