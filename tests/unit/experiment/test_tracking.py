@@ -286,8 +286,8 @@ def test_an_offline_file_of_weights_and_biases_has_the_values_of_the_run_file(
     done = run(settings(tmp_path, "wandb"))
     (path,) = (done.directory / "trackers").rglob("run-*.wandb")
     found: dict[str, dict[int, float]] = {}
-    for content in records_of(path.read_bytes()):
-        record = messages.Record.FromString(content)
+    for each in records_of(path.read_bytes()):
+        record = messages.Record.FromString(each)
         if record.WhichOneof("record_type") == "history":
             values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             step = int(values.pop("_step", record.history.step.num))
