@@ -19,7 +19,7 @@ import yaml
 
 from fedprompt.config.protection_settings import PRIVACY_PRESETS
 from fedprompt.config.settings import SHORTHANDS, Config, as_section, parse
-from fedprompt.config.shipped_configs import located
+from fedprompt.config.shipped_configs import located, names
 from fedprompt.config.strict_yaml import MOST_BYTES, MOST_LEVELS, read_yaml
 from fedprompt.errors import ConfigError, broken, did_you_mean
 from fedprompt.io.bounded_read import read_text
@@ -70,7 +70,9 @@ def read(path: str | Path) -> dict[str, Any]:
     try:
         raw = read_yaml(read_text(located(path), MOST_BYTES)) or {}
     except OSError as error:
-        raise ConfigError(f"config: cannot read {str(path)!r}: {error.strerror}") from error
+        beside = [str(each) for each in Path(path).parent.glob("*.y*ml")]
+        hint = did_you_mean(path, [*beside, *names()]) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"config: cannot read {str(path)!r}: {error.strerror}{hint}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"config: {str(path)!r} is not YAML: {error}") from error
     if not isinstance(raw, dict):
