@@ -13,6 +13,7 @@ from fedprompt.cli import (
     federate,
     info,
     models,
+    posterior,
     reproduce,
     results,
     shipped,
@@ -62,7 +63,7 @@ for panel, commands in {
         uncertainty.uncertainty,
         results.verify,
     ),
-    MODELS: (models.predict, models.explain, models.export),
+    MODELS: (models.predict, models.explain, posterior.posterior, models.export),
     LISTS: (info.methods, info.backbones, info.datasets, shipped.configs, info.schema),
     SITES: (federate.server,),
 }.items():
