@@ -77,9 +77,8 @@ class BatchSizer:
         """How many clients share a pass, with batches of that many images."""
         if not step_needs.foldable:
             return 1
-        rows = step_needs.per_image * batch + step_needs.per_client
-        enough = max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, rows)))
-        wanted = enough if self._cohort == "auto" else self._cohort
+        rows = max(1, step_needs.per_image * batch + step_needs.per_client)
+        wanted = max(1, min(MOST_CLIENTS, ENOUGH_ROWS // rows)) if self._cohort == "auto" else self._cohort
         return wanted if self._fitting is None else min(wanted, self._fitting)
 
     def of(self, step: Method, params: Tensors, images: Images, training: bool) -> StepNeeds:

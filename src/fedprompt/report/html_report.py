@@ -215,13 +215,14 @@ def part_section(part: Part, number: int) -> str:
     titles = [
         html_elements.section(table.name, markup, level=3) for table, markup in zip(part.tables, numbers, strict=True)
     ]
+    tables = "\n".join(titles if len(numbers) > 1 else numbers)
     return html_elements.section(
         part.title,
         *map(html_elements.paragraph, part.texts),
         html_elements.pictures(opened) if opened else "",
         html_elements.folded(f"{len(more)} more pictures", html_elements.pictures(more), "screen") if more else "",
-        html_elements.folded("Numbers", "\n".join(titles if len(numbers) > 1 else numbers)) if numbers else "",
-        half=len(opened) < 2 and not any(table.kind for table in part.tables),
+        html_elements.folded("Numbers", tables) if numbers and not part.unfolded else tables,
+        half=len(opened) < 2 and not part.unfolded and not any(table.kind for table in part.tables),
     )
 
 

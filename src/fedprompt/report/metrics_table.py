@@ -28,7 +28,7 @@ MEANING = (
 def metrics_part(arranged: Arrangement, specificity: float, **options: Any) -> Part:
     """One table for each task; reads the test images of every run. For the options see `TrainedClient.open`."""
     tables = [_table(column, specificity, options) for column in arranged.columns]
-    return Part(TITLE, [MEANING.format(specificity=specificity)], tables=tables)
+    return Part(TITLE, [MEANING.format(specificity=specificity)], tables=tables, unfolded=True)
 
 
 def _table(column: Column, specificity: float, options: dict[str, Any]) -> Table:

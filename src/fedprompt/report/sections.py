@@ -53,6 +53,8 @@ class Part:
     more: list[Picture] = field(default_factory=list)
     """Folded on the page."""
     tables: list[Table] = field(default_factory=list)
+    unfolded: bool = False
+    """Its tables are what it is about, not the numbers of a picture."""
 
 
 def all_parts(runs: Sequence[Run], arranged: Arrangement) -> list[Part]:

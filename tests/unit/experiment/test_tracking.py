@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -285,14 +286,22 @@ def test_an_offline_file_of_weights_and_biases_has_the_values_of_the_run_file(
         monkeypatch.setenv(name, str(tmp_path / name))
     done = run(settings(tmp_path, "wandb"))
     (path,) = (done.directory / "trackers").rglob("run-*.wandb")
+    wanted, found, end = expected(done), {}, time.monotonic() + 30
+    while not wanted.items() <= found.items() and time.monotonic() < end:  # a process of its own writes the file
+        time.sleep(0.2)
+        found = logged(messages, path.read_bytes())
+    assert {tag: found.get(tag) for tag in wanted} == wanted
+
+
+def logged(messages: Any, content: bytes) -> dict[str, dict[int, float]]:
+    """The scalars of an offline file, by tag and step."""
     found: dict[str, dict[int, float]] = {}
-    for each in records_of(path.read_bytes()):
-        record = messages.Record.FromString(each)
+    for message in records_of(content):
+        record = messages.Record.FromString(message)
         if record.WhichOneof("record_type") == "history":
             values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             step = int(values.pop("_step", record.history.step.num))
             for tag, value in values.items():
                 if not tag.startswith("_"):
                     found.setdefault(tag, {})[step] = json.loads(value)
-    for tag, values in expected(done).items():
-        assert found[tag] == values
+    return found

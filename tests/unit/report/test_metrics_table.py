@@ -37,6 +37,7 @@ def test_the_page_has_them_only_where_they_are_asked_for(runs, tmp_path) -> None
     assert "Sensitivity" not in plain
     assert '<h2 id="beside-accuracy">' in full
     assert "at a specificity of at least 90%" in full
+    assert "<summary>Numbers" not in full.partition('id="beside-accuracy"')[2].partition("<h2")[0]
 
 
 def test_a_specificity_is_a_share() -> None:
