@@ -83,7 +83,8 @@ class PFedMMA(Method):
         return self.blocks or max(1, round(min(world.blocks, world.text.depth) * 2 / 3))
 
     def init(self, world: World, generator: Stream) -> Roles:
-        many, local = self.count(world), {}
+        many = self.count(world)
+        local: Tensors = {}
         for tower, width in zip(TOWERS, (world.width, world.text.width), strict=True):
             local |= new_map(f"{tower}.down", many, self.width, width, generator)
             local |= new_map(f"{tower}.up", many, width, self.width, generator)
