@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -66,13 +66,13 @@ ADAPTER = "adapter."  # tensors of a bottleneck beside a block, which no release
 ADAPTER_TENSORS = tuple(f"{ADAPTER}{map}.{part}" for map in ("down", "middle", "up") for part in ("weight", "bias"))
 
 
-def adapter(weights: Weights, x: Tensor, prefix: str = "") -> Tensor | float:
-    """What a bottleneck beside a block adds to its output, up(relu(middle(relu(down(x))))); nothing where there is none."""
+def with_adapter(weights: Weights, output: Tensor, given: Callable[[], Tensor], prefix: str = "") -> Tensor:
+    """The output of a block, plus up(relu(middle(relu(down(given))))) where the block has a bottleneck beside it."""
     name = prefix + ADAPTER
     if name + "down.weight" not in weights:
-        return 0.0
-    hidden = F.relu(linear(weights, name + "middle", F.relu(linear(weights, name + "down", x))))
-    return linear(weights, name + "up", hidden)
+        return output
+    hidden = F.relu(linear(weights, name + "middle", F.relu(linear(weights, name + "down", given()))))
+    return output + linear(weights, name + "up", hidden)
 
 
 def with_changes(weights: Weights, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -194,10 +194,6 @@ class TextTower(ABC):
         """The same tower with something added to some of its weights, or with adapters beside its blocks."""
         return dataclasses.replace(self, weights=layers.with_changes(self.weights, changes))
 
-    def _beside(self, block: int, x: Tensor) -> Tensor | float:
-        """What an adapter adds to the output of a block, if it has one."""
-        return layers.adapter(self.weights, x, f"blocks.{block}.")
-
     def digest(self) -> str:
         """The identity of what this tower computes, its projection included."""
         how = " autocast" if self.autocast else ""
@@ -290,12 +286,14 @@ class PreNormTower(TextTower):
 
     def _finished(self, block: int, x: Tensor, mixed: Tensor) -> Tensor:
         prefix, weights = f"blocks.{block}.", self.weights
-        beside = self._beside(block, layers.norm(weights, prefix + "norm1", x, self.shape.norm_eps))
+        given = x
         x = x + layers.linear(weights, prefix + "attention.out", mixed.transpose(1, 2).flatten(2))
         hidden = layers.linear(
             weights, prefix + "mlp.in", layers.norm(weights, prefix + "norm2", x, self.shape.norm_eps)
         )
-        return x + layers.linear(weights, prefix + "mlp.out", layers.activate(self.shape.activation, hidden)) + beside
+        output = x + layers.linear(weights, prefix + "mlp.out", layers.activate(self.shape.activation, hidden))
+        normed = partial(layers.norm, weights, prefix + "norm1", given, self.shape.norm_eps)
+        return layers.with_adapter(weights, output, normed, prefix)
 
 
 class CausalTower(PreNormTower):
@@ -380,10 +378,11 @@ class BidirectionalTower(TextTower):
             projected = layers.linear(weights, prefix + "attention.in", x)
             query, key, value = layers.split_heads(projected, self.shape.heads, 3)
             mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-            beside = self._beside(block, x)  # of a block that normalises what comes out, so x is normed already
+            given = partial(torch.clone, x)  # the block before normalised what came out of it
             x = self._norm(prefix + "norm1", x + layers.linear(weights, prefix + "attention.out", mixed))
             hidden = layers.activate(self.shape.activation, layers.linear(weights, prefix + "mlp.in", x))
-            x = self._norm(prefix + "norm2", x + layers.linear(weights, prefix + "mlp.out", hidden) + beside)
+            output = x + layers.linear(weights, prefix + "mlp.out", hidden)
+            x = self._norm(prefix + "norm2", layers.with_adapter(weights, output, given, prefix))
         return self._pooled(x).unflatten(0, (contexts, classes))
 
     def _pooled(self, x: Tensor) -> Tensor:

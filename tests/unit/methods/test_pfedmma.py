@@ -30,9 +30,10 @@ def test_an_adapter_by_hand() -> None:
         "adapter.up.weight": torch.tensor([[0.5], [-1.0]]),
         "adapter.up.bias": torch.tensor([0.0, 0.25]),
     }
-    found = layers.adapter(weights, torch.tensor([[1.0, -1.0]]))
-    torch.testing.assert_close(found, torch.tensor([[2.0, -3.75]]))
-    assert layers.adapter({}, torch.ones(1, 2)) == 0.0
+    output, given = torch.tensor([[10.0, 20.0]]), torch.tensor([[1.0, -1.0]])
+    found = layers.with_adapter(weights, output, lambda: given)
+    torch.testing.assert_close(found, torch.tensor([[12.0, 16.25]]))
+    assert layers.with_adapter({}, output, lambda: given) is output
 
 
 def test_only_tensors_of_an_adapter_are_new_weights() -> None:
