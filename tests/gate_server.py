@@ -1,14 +1,9 @@
-"""`python gate_server.py FOLDER PORT KEY.pub...`: Flower's application behind the gate, with TLS and without the rest of a SuperLink.
-
-The server is started through the name by which Flower's own program starts it, so that what the gate does to it is in force.
-"""
+"""`python gate_server.py FOLDER PORT KEY.pub...`: Flower's application behind the gate, with TLS and without the rest of a SuperLink."""
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from fedprompt.deploy.certificates import public_pem
 from fedprompt.engines.flower import superlink
@@ -17,14 +12,12 @@ from fedprompt.engines.flower import superlink
 def serve(folder: Path, port: int, keys: list[Path]) -> None:
     from flwr.superlink import main
 
-    superlink.put_up_gate()
     application = main.create_app()
     known = application.state.linkstate_factory.state()
     for key in keys:
         known.create_node("", "", public_pem(key.read_bytes(), key.stem), 30.0)
-    program: Any = import_module("flwr.superlink.cli.flower_superlink")
-    program.uvicorn.run(
-        app=application,
+    superlink.behind_gate(
+        application,
         host="127.0.0.1",
         port=port,
         log_level="error",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from fedprompt.client.local_training import TrainingResult
@@ -81,6 +82,13 @@ def server_tensors(run: Run) -> Tensors:
     state = run.reader.server_state()
     assert state is not None
     return wire.decode(state[2])
+
+
+def assert_near(first: Tensors, second: Tensors) -> None:
+    """The same tensors, to 1e-5."""
+    assert set(first) == set(second)
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def pool_tensors(run: Run) -> dict[int, Tensor]:

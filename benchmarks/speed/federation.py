@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "configs" / "federation.yaml"
+CONFIG = "configs/federation.yaml"  # of the package
 BIN = Path(sys.executable).parent
 WARM = 2  # rounds that are left out
 PATIENCE = 900.0
@@ -83,12 +83,12 @@ def main() -> None:
 def measure(scratch: Path, rounds: int, clients: int) -> dict[str, Any]:
     overrides = [f"federation.rounds={rounds}", "federation.evaluate_every=1", f"partition.clients={clients}"]
     overrides += ["output.threads=1"]
-    call("federate", "split", str(CONFIG), "--output", str(scratch / "split"), *overrides)
+    call("federate", "split", CONFIG, "--output", str(scratch / "split"), *overrides)
     here = [f"output.directory={scratch / 'here'}"]
-    call("run", str(CONFIG), "--quiet", "name=here", *overrides, *here)
+    call("run", CONFIG, "--quiet", "name=here", *overrides, *here)
     call(
         "run",
-        str(CONFIG),
+        CONFIG,
         "--quiet",
         "name=ray",
         *overrides,
@@ -105,7 +105,7 @@ def measure(scratch: Path, rounds: int, clients: int) -> dict[str, Any]:
     }
     medians = {name: statistics.median(found[WARM:]) for name, found in seconds.items()}
     return {
-        "config": f"{CONFIG.relative_to(ROOT)} {' '.join(overrides)}",
+        "config": f"{CONFIG} {' '.join(overrides)}",
         "machine": {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
         "versions": {name: version(name) for name in ("fedprompt", "torch", "flwr", "ray")},
         "seconds of every round": {name: [round(each, 3) for each in found] for name, found in seconds.items()},
@@ -142,7 +142,7 @@ def over_sites(scratch: Path, sites: dict[str, Path], overrides: Sequence[str], 
             if each:
                 submit_with_code(scratch, sites, overrides)
             else:
-                call("federate", "run", str(CONFIG), "--server", str(scratch / "server"), "name=sites", *overrides)
+                call("federate", "run", CONFIG, "--server", str(scratch / "server"), "name=sites", *overrides)
             return of_rounds(scratch / "server" / "runs", "sites")
 
 

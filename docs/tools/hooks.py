@@ -1,6 +1,6 @@
 """MkDocs hook: what lies outside docs/ becomes part of the site where a page links to it.
 
-On GitHub a link such as `../configs/demo.yaml` opens the file. A site that is read from a disk has no GitHub, so the file
+On GitHub a link such as `../src/fedprompt/configs/demo.yaml` opens the file. A site that is read from a disk has no GitHub, so the file
 becomes a page below `repository/` (JSON stays what it is), and the link leads there. CHANGELOG.md becomes the page of
 changes in the same way. Pages of methods stand in the navigation by their groups, without being named in mkdocs.yml.
 """

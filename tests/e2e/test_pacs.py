@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import ROOT, SHARED
+from conftest import SHARED
 from support import run
 
 from fedprompt import config
@@ -32,7 +32,7 @@ def pacs(settings: Any) -> Any:
         given = [f"data.source={IMAGES}", f"backbone.name={WEIGHTS}", "data.test_per_cell=10", *overrides]
         output = settings()["output"]
         return config_files.load(
-            ROOT / "configs/pacs.yaml", [*given, *(f"output.{key}={value}" for key, value in output.items())]
+            "configs/pacs.yaml", [*given, *(f"output.{key}={value}" for key, value in output.items())]
         )
 
     return make

@@ -194,3 +194,35 @@ def test_a_mistake_in_the_last_value_shows_before_the_first_run_starts(call: Cal
     assert "method.prompt_tokens must be greater than or equal to 0, got -1" in done.stderr
     assert done.returncode == 2
     assert not (tmp_path / "runs").exists()
+
+
+def test_cross_domain_leaves_every_domain_out_once(call: Call, tmp_path: Path) -> None:
+    done = call("protocol", "cross-domain", "tiny.yaml", "partition.clients=3")
+    assert done.returncode == 0, done.stderr
+    runs = sorted(path.name for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert len(runs) == 4
+    for path in runs:
+        run = Run(tmp_path / "runs" / path)
+        unseen = run.config.data.unseen_domain
+        assert unseen is not None
+        assert unseen in path
+        for result in run.reader.evaluations(2).values():
+            assert list(result["domains"]) == [unseen]
+    chosen = call("protocol", "cross-domain", "tiny.yaml", "partition.clients=3", "--domain", "outline", "name=one")
+    assert chosen.returncode == 0, chosen.stderr
+    assert len(list((tmp_path / "runs").glob("one-*"))) == 1
+
+
+def test_cross_domain_needs_several_domains(call: Call) -> None:
+    done = call("protocol", "cross-domain", "tiny.yaml", "--domain", "outlin")
+    assert done.returncode == 3
+    assert "did you mean 'outline'" in done.stderr
+
+
+def test_cross_dataset_tests_the_names_of_another_set(call: Call, tmp_path: Path) -> None:
+    done = call("protocol", "cross-dataset", "tiny.yaml", "--to", "tiny", "method=promptfl", "backbone=tiny-clip")
+    assert done.returncode == 0, done.stderr
+    assert "Novel" in done.stdout
+    refused = call("protocol", "cross-dataset", "tiny.yaml")
+    assert refused.returncode == 2
+    assert "--to must name another set" in refused.stderr

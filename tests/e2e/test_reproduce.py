@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_a_grid_is_run_printed_beside_the_papers_numbers_and_stored(tmp_path: Pa
     table()
     done = call(tmp_path, "reproduce", "mine.yaml", "--scale", "small", "--seed", "0,1")
     assert done.code == 0, done.words
-    assert "run 2 of 8 · ETA 0:00:" in done.words
+    assert "run 2 of 8 · 1 of 8 runs finished, about 0:00:" in done.words
     assert "| 50.50 ± 1.00" in done.words
     assert "Not the paper's setting: rounds 9, here 2." in done.words
     found = stored(tmp_path)
@@ -69,6 +70,50 @@ def test_a_grid_is_run_printed_beside_the_papers_numbers_and_stored(tmp_path: Pa
         held = Run(tmp_path / "runs" / run["name"])
         assert (run["hash"], run["seed"]) == (held.config.digest(), held.config.seed)
         assert run["figures"]["average"] == held.summary()["average"]
+
+
+def test_the_differences_of_rows_are_those_of_compare_and_say_whether_the_papers_order_holds(
+    tmp_path: Path, table: Any
+) -> None:
+    path = table()
+    values = yaml.safe_load(path.read_text())
+    values["sweep"] = {"method": [{"name": "local"}, {"name": "fedvpt", "prompt_tokens": 2}]}
+    values["published"]["rows"] = [
+        {"title": "Alone", "where": {"method.name": "local"}, "average": [60, None]},
+        {"title": "FedVPT", "where": {"method.name": "fedvpt"}, "average": [50, None]},
+    ]
+    values["published"]["columns"][0]["where"] = {"data.source": values["data"]["source"]}
+    path.write_text(yaml.safe_dump(values))
+    done = call(tmp_path, "reproduce", "mine.yaml", "--scale", "small", "--seed", "0,1")
+    assert done.code == 0, done.words
+    assert "1 pair of rows that the paper ranks: " in done.words
+    (pair,) = stored(tmp_path)["pairs"]
+    rows = call(tmp_path, "compare", *(f"runs/{name}" for name in runs_of(tmp_path)), "--against", "fedvpt", "--json")
+    (paired,) = [row["against"] for row in json.loads(rows.words) if row.get("against")]
+    assert (pair["row"], pair["against"]) == ("Alone", "FedVPT")
+    assert [pair.get(name) for name in ("difference", "low", "high", "seeds")] == [
+        paired[name] for name in ("difference", "low", "high", "seeds")
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_figures_of_one_and_what_is_left_is_said(tmp_path: Path, table: Any) -> None:
+    table()
+    command = ("reproduce", "mine.yaml", "--scale", "small")
+    before = call(tmp_path, *command, "--left")
+    assert "0 of 4 runs finished, time left unknown" in before.words
+    assert not (tmp_path / "runs").exists()
+    done = call(tmp_path, *command, "--jobs", "2")
+    assert done.code == 0, done.words
+    assert "4 runs, 4 of them were there, 0 failed" in done.words
+    after = call(tmp_path, *command, "--left", "--jobs", "2")
+    assert "4 of 4 runs finished, about 0:00:00 left" in after.words
+    together = {name: content(run) for name, run in runs_of(tmp_path).items()}
+    for run in runs_of(tmp_path).values():
+        assert run.config.output.threads == 1
+        shutil.rmtree(run.directory)
+    assert call(tmp_path, *command).code == 0
+    assert {name: content(run) for name, run in runs_of(tmp_path).items()} == together
 
 
 def test_runs_that_the_command_run_made_are_kept(tmp_path: Path, table: Any) -> None:
@@ -149,6 +194,7 @@ def test_runs_of_another_config_in_the_way_are_told_before_anything_starts(tmp_p
         (("pfedmoap/tabel1",), 2, "did you mean 'pfedmoap/table1"),
         (("missing.yaml",), 2, "cannot read 'missing.yaml'"),
         ((), 2, "experiment must be given"),
+        (("--what-holds", "page.md"), 5, "must hold result files, but there is none"),
         (("--page", "page.md"), 5, "must hold result files, but there is none"),
         (("mine.yaml", "--scale", "small", "published.paper=x"), 2, "published is not a known setting"),
     ],

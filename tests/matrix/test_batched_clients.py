@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from every_method import CASES
-from support import local_tensors, run, server_tensors, shared_tensors
+from support import assert_near, local_tensors, run, server_tensors, shared_tensors
 
 from fedprompt.runs.run import Run
-from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.matrix
 
@@ -80,9 +78,3 @@ def assert_equal_runs(first: Run, second: Run) -> None:
         for client, result in results.items():
             assert result["nll"] == pytest.approx(others[client]["nll"], rel=1e-4, abs=1e-4)
             assert result["diagnostics"] == pytest.approx(others[client]["diagnostics"], rel=1e-4, abs=1e-4)
-
-
-def assert_near(first: Tensors, second: Tensors) -> None:
-    assert set(first) == set(second)
-    for name, tensor in first.items():
-        torch.testing.assert_close(tensor, second[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")

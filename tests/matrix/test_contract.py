@@ -34,6 +34,7 @@ from fedprompt.core.method import Batch, Method, Prompts, Seen, Server, Upload, 
 from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.engines import kinds
 from fedprompt.features.image_bank import ImageBank
+from fedprompt.modules.contexts import TextContext
 from fedprompt.modules.insertion import VisionPrompt
 from fedprompt.random_streams import stream
 from fedprompt.runs.run import Run
@@ -193,6 +194,19 @@ def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRu
     return world, backbone, runtime, params
 
 
+def _said(world: World, context: TextContext, tokens: Tensor, changes: Tensors) -> Tensor:
+    """Features (N, C, D) of the contexts of N clients, or (N, B, C, D), image by image; client by client with changes."""
+    if context.per_image:
+        return torch.stack([world.text.encode(own, context.position) for own in tokens])
+    if not changes:
+        return world.text.encode(tokens, context.position)
+    assert world.text.encode_unstored is not None
+    each = [{name: value[client] for name, value in changes.items()} for client in range(len(tokens))]
+    return torch.cat(
+        [world.text.encode_unstored(t[None], context.position, c) for t, c in zip(tokens, each, strict=True)]
+    )
+
+
 def _folded_losses(
     step: Method,
     world: World,
@@ -218,15 +232,15 @@ def _folded_losses(
 
     def ask(
         params: Tensors, labels: Tensor, features: Tensors, noise: Tensors
-    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors, Tensors]:
+    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors, Tensors, Tensors]:
         given = step.prompts(world, params, Batch(labels, features), noise)
         plans.append(given)
         contexts = {name: context.tokens for name, context in given.text.items()}
-        return spread(given.vision, given.repeat * size), contexts, given.extra, given.weights
+        return spread(given.vision, given.repeat * size), contexts, given.extra, given.weights, given.text_weights
 
-    slots, contexts, extra, weights = torch.func.vmap(ask)(params, labels, features, noise)
+    slots, contexts, extra, weights, text_weights = torch.func.vmap(ask)(params, labels, features, noise)
     plan = plans[0]
-    text = {name: world.text.encode(tokens, plan.text[name].position) for name, tokens in contexts.items()}
+    text = {name: _said(world, plan.text[name], tokens, text_weights) for name, tokens in contexts.items()}
     images = torch.stack(tokens).repeat(1, plan.repeat, 1, 1)  # (N, J * B, T, d)
 
     def ask_later(

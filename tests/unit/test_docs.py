@@ -10,6 +10,7 @@ import pytest
 
 from fedprompt import errors
 from fedprompt.config import config_files
+from fedprompt.config.shipped_configs import FOLDER
 from fedprompt.config.strict_yaml import read_yaml
 from fedprompt.core import registry
 from fedprompt.data.partition.divide import make_manifest
@@ -35,10 +36,10 @@ def scales(path: Path) -> list[list[str]]:
     return [[], *([f"scale={scale}"] for scale in read_yaml(path.read_text()).get("scales", {}))]
 
 
-PAPERS = sorted((ROOT / "configs/papers").glob("*/*.yaml"))  # a link into the package, which rglob would not follow
-CONFIGS = sorted([*(ROOT / "configs").rglob("*.yaml"), *PAPERS])
+PAPERS = sorted((FOLDER / "papers").glob("*/*.yaml"))
+CONFIGS = sorted(FOLDER.rglob("*.yaml"))
 LAUNCHES = [
-    pytest.param(path, overrides, id="-".join([str(path.relative_to(ROOT / "configs")), *overrides]))
+    pytest.param(path, overrides, id="-".join([str(path.relative_to(FOLDER)), *overrides]))
     for path in CONFIGS
     for overrides in scales(path)
 ]
@@ -49,7 +50,7 @@ def test_every_config_in_the_project_is_valid_and_says_how_to_launch_it(path: Pa
     for each in config_files.load(path, overrides):
         registry.build(each.method, each.variant)
     header = path.read_text().split("\n\n")[0]
-    assert " ".join(["fedprompt run", str(path.relative_to(ROOT)), *overrides]) in header
+    assert " ".join(["fedprompt run", str(path.relative_to(FOLDER.parent)), *overrides]) in header
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
@@ -87,7 +88,7 @@ def test_the_embedded_set_can_be_divided_as_the_small_scale_of_a_paper_says(path
 def test_the_configs_of_pfedbayespt_hold_the_settings_of_the_paper(
     name: str, axis: str, values: set[int], runs: int
 ) -> None:
-    made = config_files.load(ROOT / "configs/papers/pfedbayespt" / f"{name}.yaml")
+    made = config_files.load(f"configs/papers/pfedbayespt/{name}.yaml")
     assert len(made) == 3 * runs
     assert {each.seed for each in made} == {0, 1, 2}
     assert {getattr(each.partition, axis) for each in made} == values

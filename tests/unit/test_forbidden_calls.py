@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "she
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 LOADERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("torch.jit", "load"), ("torch.hub", "load")}
 YAML = {"unsafe_load", "full_load", "load_all", "unsafe_load_all", "full_load_all"}
+UNIX_MODULES = {"fcntl", "resource", "pwd", "grp", "termios"}
+UNIX_FUNCTIONS = {
+    f"os.{name}" for name in ("pread", "pwrite", "sysconf", "fork", "getpgid", "killpg", "sched_getaffinity")
+}
 SHELLS = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("subprocess", "getstatusoutput")}
 
 
@@ -47,11 +52,48 @@ def _of_call(call: ast.Call) -> Iterator[str]:
             yield f"{word.arg}={ast.unparse(word.value)}"
 
 
+@cache
+def parsed(folder: Path) -> list[tuple[str, ast.Module]]:
+    """The syntax trees of all modules below a folder, by their paths."""
+    paths = sorted(folder.rglob("*.py"))
+    return [(path.relative_to(folder).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+
+
 def findings(folder: Path) -> tuple[int, list[str]]:
     """How many modules there are below a folder, and what they must not do."""
-    paths = sorted(folder.rglob("*.py"))
-    trees = [(path.relative_to(folder).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
-    return len(paths), [f"{name}, {finding}" for name, tree in trees for finding in forbidden(tree)]
+    trees = parsed(folder)
+    return len(trees), [f"{name}, {finding}" for name, tree in trees for finding in forbidden(tree)]
+
+
+def unix_only(tree: ast.AST) -> Iterator[str]:
+    """What Windows lacks, and `os.kill(process, 0)`, which ends the process there."""
+    guarded = {
+        id(each)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try | ast.If)
+        for inner in node.body
+        for each in ast.walk(inner)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and id(node) not in guarded:
+            yield from (
+                f"line {node.lineno}: import of {each.name}" for each in node.names if each.name in UNIX_MODULES
+            )
+        if isinstance(node, ast.Attribute) and id(node) not in guarded and ast.unparse(node) in UNIX_FUNCTIONS:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.kill" and ast.unparse(node.args[1]) == "0":
+            yield f"line {node.lineno}: os.kill(process, 0)"
+
+
+def test_what_windows_lacks_is_used_only_where_there_is_another_way() -> None:
+    assert [f"{name}, {finding}" for name, tree in parsed(PACKAGE) for finding in unix_only(tree)] == []
+
+
+@pytest.mark.parametrize(
+    "code", ["import fcntl", "import os\nos.pread(1, 2, 3)", "os.sysconf('SC_PAGE_SIZE')", "os.kill(process, 0)"]
+)
+def test_the_search_finds_what_windows_lacks(code: str) -> None:
+    assert len(list(unix_only(ast.parse(code)))) == 1
 
 
 def test_no_module_can_run_what_it_reads() -> None:

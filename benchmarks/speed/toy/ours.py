@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -23,9 +24,10 @@ from fedprompt.core import wire
 from fedprompt.core.method import Batch, Method, Seen, World
 from fedprompt.core.roles import Roles
 from fedprompt.engines.in_process import InProcess
+from fedprompt.features.feature_tables import LoadedRows
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.federation.loop import Federation, Observer
-from fedprompt.random_streams import Stream
+from fedprompt.random_streams import SERVER, Stream, stream
 from fedprompt.runs.store import RoundRecord, RunStore
 from fedprompt.tensors import Tensors
 
@@ -81,21 +83,23 @@ class Bank:
     def features(self, name: str, indices: Tensor) -> Tensor:
         return self.rows[indices]
 
+    def load(self, indices: Tensor, names: Sequence[str], views: Tensor | None = None) -> LoadedRows:
+        return LoadedRows(lambda names: dict.fromkeys(names, self.rows[indices]), names)
+
     def prefetch(self, *wanted: object) -> None:
         """There is nothing to decode."""
 
 
 class Rounds(Observer):
-    """Keeps the watch on all rounds but the last, which is the only one that is evaluated."""
+    """Keeps the watch on all rounds but the first, as other sides do, and the last, the only one that is evaluated."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
-    def started(self, *told: object) -> None:
-        self._watch.start()
-
     def committed(self, record: RoundRecord) -> None:
-        if record.round == ROUNDS:
+        if record.round == 1:
+            self._watch.start()
+        if record.round == 1 + ROUNDS:
             self._watch.stop()
 
 
@@ -103,11 +107,18 @@ def settings(directory: str) -> Config:
     return parse(
         {
             "method": {"name": "head_tune"},  # a name is asked for; `Network` is what runs
-            "train": {"batch_size": BATCH, "lr": RATE, "momentum": 0.0},
+            "train": {
+                "batch_size": BATCH,
+                "optimizer": "sgd",
+                "lr": RATE,
+                "momentum": 0.0,
+                "schedule": "constant",
+                "clip_norm": None,
+            },
             "federation": {
-                "rounds": ROUNDS + 1,
+                "rounds": ROUNDS + 2,
                 "fraction": COHORT / CLIENTS,
-                "evaluate_every": ROUNDS + 1,
+                "evaluate_every": ROUNDS + 2,
                 "evaluate_last": 1,
             },
             "output": {"directory": directory},
@@ -124,7 +135,7 @@ def run(watch: Watch) -> dict[str, float]:
     classes = tuple(f"class {number}" for number in range(CLASSES))
     clients = tuple(f"client {number}" for number in range(CLIENTS))
     world = World(INPUTS, 1, 1, 1, classes, clients)
-    world = replace(world, roles=method.init(world, Stream()))
+    world = replace(world, roles=method.init(world, stream(0, 0, SERVER, "init")))
     with tempfile.TemporaryDirectory(prefix="fedprompt-toy-") as directory:
         config = settings(directory)
         store = RunStore.create(directory, {})

@@ -35,6 +35,8 @@ class Named:
     """Files that it is made of; see `fedprompt assets`."""
     text: bool = False
     """Whether it has a text tower."""
+    sentences: bool = False
+    """Whether it reads sentences and not images."""
 
 
 DINOV2_SMALL = Named(
@@ -88,7 +90,28 @@ B16 = Named(
     assets=("clip-b16-image", *TEXT_TOWER),
     text=True,
 )
-NAMED = {named.name: named for named in (DINOV2_SMALL, MINI, B16, TINY, TINY_CLIP)}
+MINILM = Named(
+    name="minilm",
+    what="all-MiniLM-L6-v2 as an encoder of sentences, 6 blocks, width 384; classifies texts, not images",
+    source="assets minilm-weights, minilm-tokenizer",
+    image_size=0,
+    patch=0,
+    mean=(0.0, 0.0, 0.0),
+    std=(1.0, 1.0, 1.0),
+    assets=TEXT_TOWER,
+    sentences=True,
+)
+TINY_BERT = Named(
+    name="tiny-bert",
+    what="random encoder of sentences, 3 blocks, width 32, letters as tokens; for tests and dry runs",
+    source="built in memory from a fixed seed",
+    image_size=0,
+    patch=0,
+    mean=(0.0, 0.0, 0.0),
+    std=(1.0, 1.0, 1.0),
+    sentences=True,
+)
+NAMED = {named.name: named for named in (DINOV2_SMALL, MINI, B16, MINILM, TINY, TINY_CLIP, TINY_BERT)}
 
 # what reads a model folder, by `model_type` in its config.json: a module with a function `from_folder`
 FAMILIES = {
@@ -98,25 +121,24 @@ FAMILIES = {
     "clip": "fedprompt.backbones.clip",
     "dinov3_vit": "fedprompt.backbones.dinov3",
     **dict.fromkeys(("siglip", "siglip2"), "fedprompt.backbones.siglip"),
+    "bert": "fedprompt.backbones.sentence_encoder",
     "open_clip": "fedprompt.backbones.open_clip",  # which has an open_clip_config.json
 }
 
 
 def catalog() -> list[dict[str, Any]]:
     """Rows for `fedprompt backbones`: the named backbones, then the three other ways to give one."""
+    own = {"image_size": None, "mean": None, "std": None}
     rows: list[dict[str, Any]] = [
         {
             "name": named.name,
             "what": named.what,
             "source": named.source,
-            "image_size": named.image_size,
-            "mean": named.mean,
-            "std": named.std,
+            **(own if named.sentences else {"image_size": named.image_size, "mean": named.mean, "std": named.std}),
         }
         for named in NAMED.values()
     ]
     families = ", ".join(FAMILIES)
-    own = {"image_size": None, "mean": None, "std": None}
     return [
         *rows,
         *(

@@ -46,6 +46,8 @@ def own_sides(config: BackboneConfig) -> tuple[int, int] | None:
     What is wrong with a folder or a file is said when its weights are read.
     """
     if config.name in NAMED:
+        if NAMED[config.name].sentences:
+            return None
         return NAMED[config.name].patch, NAMED[config.name].image_size
     if config.name in BACKBONES or config.name.partition(":")[0] in BACKBONES.others():
         return None

@@ -12,12 +12,24 @@ from typing import TypeVar
 from fedprompt.assets import ASSETS, prepare
 from fedprompt.backbones.assemble import assemble, infer_shape
 from fedprompt.backbones.bridge import bridge_file, bridged
-from fedprompt.backbones.catalog import B16, DINOV2_SMALL, FAMILIES, MINI, TINY, TINY_CLIP, Named, Triple
+from fedprompt.backbones.catalog import (
+    B16,
+    DINOV2_SMALL,
+    FAMILIES,
+    MINI,
+    MINILM,
+    TINY,
+    TINY_BERT,
+    TINY_CLIP,
+    Named,
+    Triple,
+)
 from fedprompt.backbones.hub_download import hub_folder, is_hub_id
 from fedprompt.backbones.key_mapping import canonical
 from fedprompt.backbones.model_folder import folder_kind
 from fedprompt.backbones.preprocessing import preprocessing
-from fedprompt.backbones.random_weights import TINY_CLIP_SHAPE, TINY_SHAPE, tiny_clip, tiny_vit
+from fedprompt.backbones.random_weights import TINY_CLIP_SHAPE, TINY_SHAPE, tiny_bert, tiny_clip, tiny_vit
+from fedprompt.backbones.sentence_encoder import minilm_encoder
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import ViT
 from fedprompt.backbones.weight_cache import kept
@@ -104,6 +116,17 @@ def _mini(config: BackboneConfig, cache: Path) -> ViT:
 def _b16(config: BackboneConfig, cache: Path) -> ViT:
     sources = [*_assets(cache, B16), bridge_file(B16.name)]
     return kept(config, sources, cache, lambda: bridged(_clip_b16_image(_at_own_size(config, B16), cache), cache))
+
+
+@register_backbone(MINILM.name)
+def _minilm(config: BackboneConfig, cache: Path) -> ViT:
+    weights, _ = _asset("minilm-weights", config, cache)
+    return minilm_encoder(read_file(weights), prepare("minilm-tokenizer", cache), config)
+
+
+@register_backbone(TINY_BERT.name)
+def _tiny_bert(config: BackboneConfig, cache: Path) -> ViT:
+    return tiny_bert(config)
 
 
 def _assets(cache: Path, named: Named) -> list[Path]:

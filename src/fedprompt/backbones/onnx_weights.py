@@ -6,11 +6,11 @@ import json
 import struct
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
-from onnx import numpy_helper
 
 from fedprompt.errors import BackboneError
+from fedprompt.io.onnx_graph import Array as Stored
+from fedprompt.io.onnx_graph import Node, read_graph
 
 Array = NDArray[np.float32]
 
@@ -22,14 +22,13 @@ def dinov2_from_onnx(data: bytes) -> bytes:
     their names, but the node that uses one still contains its module path; it merged `pos_embed[:, 0]` with the equal
     `cls_token` and stored the grid of patch positions apart.
     """
-    graph = onnx.load_model_from_string(data).graph
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    nodes, stored = _graph(data)
     tensors = {name.removeprefix("model."): array for name, array in stored.items() if name.startswith("model.")}
     tensors.pop("mask_token", None)
-    for node in graph.node:
-        if node.op_type == "MatMul" and node.input[1] in stored:
+    for node in nodes:
+        if node.op_type == "MatMul" and node.inputs[1] in stored:
             module = node.name.strip("/").removesuffix("/MatMul").replace("/", ".")  # blocks.0.attn.qkv
-            tensors[f"{module}.weight"] = stored[node.input[1]].T
+            tensors[f"{module}.weight"] = stored[node.inputs[1]].T
     cls = tensors["cls_token"]
     grids = [
         array for array in stored.values() if array.ndim == 3 and array.shape[1] > 1 and array.shape[2] == cls.shape[2]
@@ -49,18 +48,24 @@ def clip_image_from_onnx(data: bytes) -> bytes:
 
     Stored in single precision: half would change a feature by 1e-3 of its norm.
     """
-    graph = onnx.load_model_from_string(data).graph
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    nodes, stored = _graph(data)
     tensors = {name: array for name, array in stored.items() if name.startswith("vision_model.")}
-    for node in graph.node:
+    for node in nodes:
         if node.op_type == "MatMulInteger":
             module = node.name.strip("/").removesuffix("/MatMul_quant").replace("/", ".")  # visual_projection
-            integers, zero_point = stored[node.input[1]].astype(np.float32), stored[node.input[3]]
-            scale = stored[node.input[1].removesuffix("_quantized") + "_scale"]
+            integers, zero_point = stored[node.inputs[1]].astype(np.float32), stored[node.inputs[3]]
+            scale = stored[node.inputs[1].removesuffix("_quantized") + "_scale"]
             tensors[f"{module}.weight"] = ((integers - zero_point) * scale).T
     if "visual_projection.weight" not in tensors:
         raise BackboneError("the ONNX file must hold an int8 CLIP image tower, got no visual projection")
     return safetensors_bytes(tensors)
+
+
+def _graph(data: bytes) -> tuple[list[Node], dict[str, Stored]]:
+    try:
+        return read_graph(data)
+    except ValueError as error:
+        raise BackboneError(f"the ONNX file cannot be read: {error}") from error
 
 
 def safetensors_bytes(tensors: dict[str, Array]) -> bytes:

@@ -14,8 +14,10 @@ from fedprompt.backbones.clip import byte_tokenizer, joined
 from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.projection import Projection
 from fedprompt.backbones.rotary import rotation
+from fedprompt.backbones.sentence_encoder import SentenceEncoder, assembled
 from fedprompt.backbones.shape import ViTShape, tensor_shapes
 from fedprompt.backbones.text_tower import CausalTower, TextShape, text_tensor_shapes
+from fedprompt.backbones.tokenizer import letters
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import BackboneConfig
 
@@ -31,6 +33,7 @@ TINY_TEXT_SHAPE = TextShape(
     norm_eps=1e-5,
     activation="quick_gelu",
 )
+TINY_BERT_SHAPE = replace(TINY_TEXT_SHAPE, depth=3, vocabulary=56, positions=32, norm_eps=1e-12, activation="gelu")
 TINY_FEATURES = 128  # dimensions of its shared space: the gate of pFedMoAP needs at least this number
 
 
@@ -59,6 +62,12 @@ def tiny_clip(vision: ViT) -> DualEncoder:
     weights = {name: tensor.to(vision.device, vision.dtype) for name, tensor in random_tensors(sizes, seed=1).items()}
     text, image = (Projection({"linear.weight": weights.pop(side)}) for side in ("text", "image"))
     return joined(vision, CausalTower(TINY_TEXT_SHAPE, weights, tokenise, start, end, text), image, scale=30.0)
+
+
+def tiny_bert(config: BackboneConfig) -> SentenceEncoder:
+    """A tiny encoder of sentences whose tokens are letters."""
+    tensors = random_tensors(text_tensor_shapes(TINY_BERT_SHAPE, outer_norm="embedding_norm"), seed=0)
+    return assembled(tensors, TINY_BERT_SHAPE, "mean", letters(), config)
 
 
 def random_weights(shape: ViTShape, seed: int) -> dict[str, Tensor]:

@@ -54,8 +54,9 @@ class ViTShape:
     mlp: Literal["plain", "swiglu"] = "plain"
     rope_base: float | None = None
     """Longest period of rotary positions, which patches have in every block instead of an embedding (DINOv3)."""
-    pooling: Literal["cls", "attention"] = "cls"
-    """What the feature of an image is: the CLS row, or without a CLS row an attention over all rows (SigLIP)."""
+    pooling: Literal["cls", "attention", "mean"] = "cls"
+    """What the feature of an image is: the CLS row, or without a CLS row an attention over all rows (SigLIP) or their mean (of
+    sentences)."""
 
     @property
     def has_cls(self) -> bool:

@@ -44,6 +44,18 @@ class Words:
         return cls(Tokenizer.from_str(text))
 
 
+def letters() -> Words:
+    """A tokenizer without a file: the letters a to z, at the beginning of a word and inside it, and BERT's special tokens."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    alphabet = string.ascii_lowercase
+    known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *alphabet, *(f"##{letter}" for letter in alphabet)]
+    tokenizer = Tokenizer(models.WordPiece({token: number for number, token in enumerate(known)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Words(tokenizer)
+
+
 def lower_case_words(path: Path, without_punctuation: bool) -> Words:
     """A `tokenizer.json` after the clean-up that SigLIP was trained with: lower case, and in its first version no punctuation.
 

@@ -36,6 +36,7 @@ from fedprompt.backbones.shape import CHANNELS, ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.errors import BackboneError, ContractError, broken
 from fedprompt.modules.insertion import VisionPrompt, check_prompt, enter, leaves, spread
+from fedprompt.tensors import to_device
 
 __all__ = ["READS", "ViT", "ViTShape"]
 
@@ -88,7 +89,7 @@ class ViT:
         if images.ndim != 4 or tuple(images.shape[1:]) != (CHANNELS, size, size):
             raise ContractError(f"images must be (B, {CHANNELS}, {size}, {size}), got {tuple(images.shape)}")
         weights = self.weights
-        images = images.to(self.device, self.dtype)
+        images = to_device(images, self.device, self.dtype)
         with layers.precision(self.autocast, self.device):
             patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
         patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
@@ -106,16 +107,13 @@ class ViT:
         """The same transformer with something added to some of its weights; `blocks.0` is the first block after the
         stem.
         """
-        weights = dict(self.weights)
-        for name, change in changes.items():
-            kind, _, rest = name.partition(".")
-            number, _, part = rest.partition(".")
-            behind_stem = kind == "blocks" and number.isdecimal()
-            own = f"blocks.{int(number) + self.stem}.{part}" if behind_stem else name
-            if own not in weights or weights[own].shape != change.shape:
-                raise ContractError(f"added weights must fit the backbone, got {name!r} of shape {tuple(change.shape)}")
-            weights[own] = weights[own] + change
-        return dataclasses.replace(self, weights=weights)
+        own = {self._behind_stem(name): change for name, change in changes.items()}
+        return dataclasses.replace(self, weights=layers.with_changes(self.weights, own))
+
+    def _behind_stem(self, name: str) -> str:
+        kind, _, rest = name.partition(".")
+        number, _, part = rest.partition(".")
+        return f"blocks.{int(number) + self.stem}.{part}" if kind == "blocks" and number.isdecimal() else name
 
     def autocasting(self) -> Self:
         """The same transformer with matrix products in bfloat16, and everything else unchanged."""
@@ -175,9 +173,9 @@ class ViT:
             seen = self._last_block(main, prompts, slots, last_reads)
         else:
             seen = self._last_block(main, prompts, slots, frozenset(READS[1:]))
-            seen["cls"] = pooled(self.weights, self.shape, torch.cat([seen["patches"], seen["prompts"]], dim=1))
+            seen["cls"] = self._pooled(seen["patches"], seen["prompts"])
         if "patches" in reads and not self.shape.has_cls:
-            seen["patches"] = pooled_alone(self.weights, self.shape, seen["patches"])
+            seen["patches"] = self._pooled_alone(seen["patches"])
         if ATTENTION in reads:
             looks.append(self._look(last, [main, *slots]))
             shares = pad_sequence([look.T for look in looks], padding_value=0.0)[1:]  # slots may join at a pause
@@ -210,7 +208,7 @@ class ViT:
         rows = self.block_inputs(tokens, [blocks])[0]
         if self.shape.has_cls:
             return self._norm("norm", rows[:, 0])
-        return pooled(self.weights, self.shape, self._norm("norm", rows))
+        return self._pooled(self._norm("norm", rows), rows[:, :0])
 
     def digest(self) -> str:
         """The identity of what this backbone computes: architecture, resolution, preprocessing and every byte of every
@@ -233,6 +231,14 @@ class ViT:
             raise BackboneError(
                 f"backbone {self.name!r} must stay frozen, but its digest went from {expected_digest} to {found}"
             )
+
+    def _pooled(self, rows: Tensor, prompts: Tensor) -> Tensor:
+        """What is read as CLS where there is no CLS row: one vector (B, d) of normed rows."""
+        return pooled(self.weights, self.shape, torch.cat([rows, prompts], dim=1))
+
+    def _pooled_alone(self, rows: Tensor) -> Tensor:
+        """The same of every row by itself, (B, R, d)."""
+        return pooled_alone(self.weights, self.shape, rows)
 
     def _enter(self, prompt: VisionPrompt, rows: Tensor, block: int) -> Tensor:
         """The rows of a slot at the input of a block. CLIP's `ln_pre` also applies to prompts of block 0."""
@@ -279,7 +285,8 @@ class ViT:
 
     def _weights_of(self, block: int) -> Weights:
         prefix = f"blocks.{self.stem + block}."
-        return {name: self.weights[prefix + name] for name in block_tensors(self.shape)}
+        names = [*block_tensors(self.shape), *(n for n in layers.ADAPTER_TENSORS if prefix + n in self.weights)]
+        return {name: self.weights[prefix + name] for name in names}
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return layers.norm(self.weights, name, x, self.shape.norm_eps)

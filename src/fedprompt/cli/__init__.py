@@ -9,7 +9,20 @@ import typer
 from typer.core import TyperArgument
 
 from fedprompt import __version__
-from fedprompt.cli import federate, info, models, reproduce, results, site_node, starter, train, tune
+from fedprompt.cli import (
+    federate,
+    info,
+    models,
+    posterior,
+    reproduce,
+    results,
+    shipped,
+    site_node,
+    starter,
+    train,
+    tune,
+    uncertainty,
+)
 from fedprompt.errors import FedpromptError, command_line
 from fedprompt.io.safe_text import safe_line, safe_text
 
@@ -42,9 +55,16 @@ MODELS, LISTS, SITES = "Use trained models", "Look up", "Federations of sites"
 for panel, commands in {
     START: (starter.init, starter.demo, info.doctor, info.assets),
     TRAIN: (info.validate, info.partition, info.privacy, train.run, tune.tune, reproduce.reproduce),
-    RESULTS: (results.compare, results.report, results.dashboard, results.audit, results.verify),
-    MODELS: (models.predict, models.explain, models.export),
-    LISTS: (info.methods, info.backbones, info.datasets, info.schema),
+    RESULTS: (
+        results.compare,
+        results.report,
+        results.dashboard,
+        results.audit,
+        uncertainty.uncertainty,
+        results.verify,
+    ),
+    MODELS: (models.predict, models.explain, posterior.posterior, models.export),
+    LISTS: (info.methods, info.backbones, info.datasets, shipped.configs, info.schema),
     SITES: (federate.server,),
 }.items():
     for command in commands:

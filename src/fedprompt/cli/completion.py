@@ -111,6 +111,13 @@ def complete_client(incomplete: str) -> list[str]:
         return []
 
 
+def complete_config(incomplete: str) -> list[str]:
+    """Configs of the package."""
+    from fedprompt.config.shipped_configs import names
+
+    return _beginning(incomplete, names())
+
+
 def complete_asset(incomplete: str) -> list[str]:
     """Weights and images that can be fetched."""
     from fedprompt.assets import ASSETS

@@ -14,14 +14,19 @@ from fedprompt.data.sources import digits
 from fedprompt.data.sources.wheel_photos import open_photos
 from fedprompt.errors import ConfigError, broken, did_you_mean
 from fedprompt.io.files import cache_directory
+from fedprompt.io.memory_size import memory_bytes
 
 PACKAGES = ("fedprompt", "torch", "transformers", "safetensors", "datasets", "numpy", "pydantic")
 OPTIONAL = {
     "flwr": "flower",
+    "ray": "flower-simulation",
     "cryptography": "secure",
     "dp-accounting": "dp",
     "faiss-cpu": "index",
     "optuna": "tune",
+    "pydicom": "medical",
+    "nibabel": "medical",
+    "tensorboard": "trackers",
 }  # and their extras
 DATA_SET = "digits"
 
@@ -66,12 +71,13 @@ def examine() -> dict[str, Any]:
         except PackageNotFoundError:
             found[package] = f"not installed; pip install 'fedprompt[{extra}]' brings it"
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
+    memory = memory_bytes()
     if not os.access(existing, os.W_OK):
         missing.append(f"a writable cache directory: {cache} is not; set FEDPROMPT_CACHE")
     return {
         **found,
         "cores": os.cpu_count(),
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+        "memory": "unknown" if memory is None else f"{memory / 2**30:.1f} GiB",
         "cache": str(cache),
         "cache free": f"{shutil.disk_usage(existing).free / 2**30:.1f} GiB",
         "assets": rows,

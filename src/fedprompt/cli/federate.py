@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedprompt.cli.options import Plugins
+from fedprompt.cli.options import LogFormat, Metrics, Plugins, check_log_format
 from fedprompt.cli.run_configs import say
 from fedprompt.errors import ConfigError, broken, did_you_mean
 
@@ -25,14 +25,19 @@ def server(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without TLS and keys: on loopback only, for a folder made so.")
     ] = False,
+    metrics: Metrics = None,
+    log_format: LogFormat = "text",
     plugin: Plugins = None,
 ) -> None:
     """Serve a federation until it is stopped: Flower's SuperLink, with a gate before what is not for other machines."""
     from fedprompt.deploy.addresses import Address
     from fedprompt.deploy.folders import ServerFolder
+    from fedprompt.deploy.operator_listener import check_metrics_address
     from fedprompt.deploy.run_server import start
 
-    start(ServerFolder.load(folder), None if bind is None else Address.parse("--bind", bind), insecure)
+    place = None if bind is None else Address.parse("--bind", bind)
+    scraped, form = check_metrics_address(metrics), check_log_format(log_format)
+    start(ServerFolder.load(folder), place, insecure, scraped, form)
 
 
 @federate.command()

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedprompt.cli.completion import complete_override, complete_run
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, broken
 from fedprompt.io.safe_text import safe_line, safe_text
 
 
@@ -20,7 +20,9 @@ def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
     return paths
 
 
-ConfigPath = Annotated[Path, typer.Argument(help="A YAML file, such as configs/demo.yaml.")]
+ConfigPath = Annotated[
+    Path, typer.Argument(help="A YAML file, or one that `fedprompt configs` lists, such as configs/demo.yaml.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -51,9 +53,20 @@ Plugins = Annotated[
         help="A Python file with methods, rules, ... of your own; it is run. Once for each file.",
     ),
 ]
+Metrics = Annotated[
+    str | None, typer.Option("--metrics", help="PORT of this machine for /metrics and /ready; off when absent.")
+]
+LogFormat = Annotated[str, typer.Option("--log-format", help="text, or json: one object for each line of the log.")]
 Runs = Annotated[
     list[Path], typer.Argument(help="Run directories, or folders that hold some.", autocompletion=complete_run)
 ]
+
+
+def check_log_format(name: str) -> Any:
+    """The name, if it is a form of the log."""
+    if name not in ("text", "json"):
+        raise ConfigError(broken("--log-format", "be text or json", name))
+    return name
 
 
 def load(config: Path, overrides: list[str] | None, seeds: list[str] | None) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +35,18 @@ def reproduce(
     page: Annotated[
         Path | None, typer.Option(help="Write the page of all results in the folder, and run nothing.")
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Processes that share the runs, one thread each: one for every core.")
+    ] = 1,
+    left: Annotated[
+        bool, typer.Option("--left", help="Say which runs are finished and how long the rest may take.")
+    ] = False,
+    what_holds: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the page that says which orders of the papers hold in these results, and run nothing."
+        ),
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the tables there are.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -43,17 +54,23 @@ def reproduce(
 ) -> None:
     """Run the whole grid of a paper's table, print our numbers next to the paper's, and store them. It can be stopped and run again."""
     from fedprompt.papers import paper_configs
+    from fedprompt.papers.collect import Request
 
     if listed:
         emit_rows([_row(each) for each in paper_configs.experiments()], as_json)
-    elif page is not None:
-        _write_page(page, output or CHECKOUT)
+    elif page is not None or what_holds is not None:
+        _write_pages(page, what_holds, output or CHECKOUT)
     elif experiment is None:
         raise ConfigError(
             "experiment must be given, such as pfedbayespt/table1; `fedprompt reproduce --list` lists all"
         )
     else:
-        _reproduce(paper_configs.find(experiment), overrides or [], scale, seed_numbers(seed), output, quiet, as_json)
+        found = paper_configs.find(experiment)
+        request = Request(found, scale, tuple(overrides or []), tuple(seed_numbers(seed)))
+        if left:
+            _show_left(request, jobs, as_json)
+        else:
+            _reproduce(request, jobs, output, quiet, as_json)
 
 
 def _row(experiment: Any) -> dict[str, Any]:
@@ -69,31 +86,38 @@ def _row(experiment: Any) -> dict[str, Any]:
     }
 
 
-def _write_page(path: Path, folder: Path) -> None:
+def _write_pages(page: Path | None, holds: Path | None, folder: Path) -> None:
     from fedprompt.errors import RunError
     from fedprompt.io.files import write_atomically
-    from fedprompt.papers import results_page
+    from fedprompt.papers import results_page, what_holds
 
     found = results_page.load_all(folder)
     if not found:
         raise RunError(f"result: {str(folder)!r} must hold result files, but there is none")
-    write_atomically(path, results_page.page(found).encode())
-    say(f"page: {path}")
+    for path, write in ((page, results_page.page), (holds, what_holds.page)):
+        if path is not None:
+            write_atomically(path, write(found).encode())
+            say(f"page: {path}")
 
 
-def _reproduce(
-    experiment: Any,
-    overrides: list[str],
-    scale: str | None,
-    seeds: list[int],
-    output: Path | None,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+def _show_left(request: Request, jobs: int, as_json: bool) -> None:
+    from fedprompt.papers.grid import Progress, clock
+
+    progress = Progress(request.configs()).look()
+    rows = [
+        {"method": label, "finished": done, "of": all_, "seconds each": "-" if mean is None else clock(mean)}
+        for label, (done, all_, mean) in progress.by_method().items()
+    ]
+    emit_rows(rows, as_json)
+    say(progress.sentence(jobs))
+
+
+def _reproduce(request: Request, jobs: int, output: Path | None, quiet: bool, as_json: bool) -> None:
     from fedprompt.config import config_files
     from fedprompt.papers import collect, published_numbers, result_file
+    from fedprompt.papers.grid import run_together
 
-    request = collect.Request(experiment, scale, tuple(overrides), tuple(seeds))
+    experiment = request.experiment
     numbers = published_numbers.read(config_files.read(experiment.path).get(config_files.PUBLISHED))
     configs = request.configs()  # all of them now: a mistake in the last one shows before the first one starts
     folder = output or (CHECKOUT if CHECKOUT.is_dir() else Path(configs[0].output.directory) / "results")
@@ -103,6 +127,9 @@ def _reproduce(
         gone = {cell.family for cell in before.cells if cell.runs} - {config.family() for config in configs}
         if gone:
             say(f"will replace {len(gone)} stored cells of other settings; name= gives an experiment a separate file")
+    if jobs > 1:
+        _refuse_other_runs(configs)
+        run_together(request, jobs, (lambda text: None) if quiet or as_json else say)
     outcomes, codes = _run(configs, request, quiet or as_json)
     result = collect.assemble(request, numbers, outcomes, before)
     result_file.save(result, path)
@@ -122,26 +149,24 @@ def _run(configs: list[Config], request: Request, quiet: bool) -> tuple[list[Out
 
     from fedprompt.experiment import Experiment
     from fedprompt.experiment.progress import LiveProgress
-    from fedprompt.experiment.run_file import refuse_another_run
     from fedprompt.papers import collect
+    from fedprompt.papers.grid import Progress
 
     experiments = [Experiment(config) for config in configs]
-    for (
-        each
-    ) in experiments:  # before the first one starts: a run in the way is a mistake in the command, not a failed cell
-        refuse_another_run(each.config, resume=True)
+    _refuse_other_runs(configs)
     console, checksums = Console(stderr=True), dict[str, str | None]()
     outcomes, codes = [], []
-    clock = GridClock(len(configs), sum(not collect.is_finished(config) for config in configs))
+    progress = Progress(configs).look()
+    kept = len(progress.seconds)
     for number, (config, made) in enumerate(zip(configs, experiments, strict=True), start=1):
         observer = None
         try:
             if not collect.is_finished(config):
                 if not quiet:
-                    console.print(clock.line(number, config), highlight=False, markup=False, soft_wrap=True)
+                    line = f"run {number} of {len(configs)} · {progress.look().sentence()} · {config.run_name}"
+                    console.print(line, highlight=False, markup=False, soft_wrap=True)
                     observer = LiveProgress(console)
-                with clock:
-                    made.run(resume=True, observer=observer).close()
+                made.run(resume=True, observer=observer).close()
             outcomes.append(collect.recorded(config, checksums))
         except KeyboardInterrupt:
             say(f"stopped at run {number} of {len(configs)}; every finished round is kept. The same command goes on.")
@@ -156,38 +181,24 @@ def _run(configs: list[Config], request: Request, quiet: bool) -> tuple[list[Out
             if observer is not None:
                 observer.stop()
     if not quiet:
-        console.print(f"{request.name()}: {len(configs)} runs, {clock.kept} of them were there, {len(codes)} failed")
+        console.print(f"{request.name()}: {len(configs)} runs, {kept} of them were there, {len(codes)} failed")
     return outcomes, codes
 
 
-class GridClock:
-    """How far a grid is and how long the rest may take."""
+def _refuse_other_runs(configs: list[Config]) -> None:
+    """Before the first one starts: a run in the way is a mistake in the command, not a failed cell."""
+    from fedprompt.experiment import Experiment
+    from fedprompt.experiment.run_file import refuse_another_run
 
-    def __init__(self, runs: int, to_do: int) -> None:
-        self._runs, self._to_do = runs, to_do
-        self._seconds: list[float] = []
-        self._begin = 0.0
-        self.kept = runs - to_do
-
-    def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds.append(time.perf_counter() - self._begin)
-
-    def line(self, number: int, config: Config) -> str:
-        """Before a run starts: its place in the grid, and the time that is left, by the mean of those made so far."""
-        left = "ETA unknown"
-        if self._seconds:
-            seconds = sum(self._seconds) / len(self._seconds) * (self._to_do - len(self._seconds))
-            left = f"ETA {int(seconds // 3600)}:{int(seconds % 3600 // 60):02d}:{int(seconds % 60):02d}"
-        return f"run {number} of {self._runs} · {left} · {self.kept} kept · {config.run_name}"
+    for config in configs:
+        refuse_another_run(Experiment(config).config, resume=True)
 
 
 def _show(result: Any) -> None:
     from rich.console import Console
 
-    from fedprompt.papers.results_page import reproduction_notes, rich_table, tables
+    from fedprompt.papers.results_page import order_table, reproduction_notes, rich_table, tables
+    from fedprompt.papers.row_order import ranked, sentence
 
     console = Console()
     console.print(f"\n{safe_line(result.title)}", style="bold", highlight=False, markup=False)
@@ -195,5 +206,9 @@ def _show(result: Any) -> None:
         console.print(safe_line(paragraph), highlight=False, markup=False)
     for table in tables(result):
         console.print(rich_table(table))
+    pairs = ranked(result)
+    if pairs:
+        console.print(rich_table(order_table(pairs, every=True)))
+        console.print(safe_line(sentence(pairs)), highlight=False, markup=False)
     for note in reproduction_notes(result):
         console.print(f"- {safe_line(note)}", highlight=False, markup=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
-from fedprompt.cli.options import Plugins
+from fedprompt.cli.options import LogFormat, Metrics, Plugins, check_log_format
 from fedprompt.cli.run_configs import say
 from fedprompt.errors import ConfigError, broken
 from fedprompt.io.safe_text import safe_line, safe_text
@@ -49,6 +49,8 @@ def start(
     config: Annotated[
         Path | None, typer.Option("--config", help="With --check: would a run of this config be refused, and why?")
     ] = None,
+    metrics: Metrics = None,
+    log_format: LogFormat = "text",
     plugin: Plugins = None,
 ) -> None:
     """Take part in a federation with images of one's own, until it is stopped: Flower's SuperNode. Images never leave."""
@@ -56,6 +58,7 @@ def start(
         return
     from fedprompt.deploy.addresses import Address
     from fedprompt.deploy.folders import SiteFolder
+    from fedprompt.deploy.operator_listener import check_metrics_address
     from fedprompt.deploy.run_node import Connection
     from fedprompt.deploy.run_node import start as take_part
     from fedprompt.engines.remote.site_policy import load_policy
@@ -82,8 +85,9 @@ def start(
         raise ConfigError("--name, --server and --state must be given where there is no --site")
     else:
         connection, home = Connection.insecure(name, Address.parse("--server", server)), state
-    policy = load_policy(home)
-    take_part(connection, data, state.absolute(), format, device, weights, anew, least_noise, policy)
+    policy, scraped, form = load_policy(home), check_metrics_address(metrics), check_log_format(log_format)
+    own = (format, device, weights, anew, least_noise, policy)
+    take_part(connection, data, state.absolute(), *own, metrics=scraped, log_format=form)
 
 
 @node.command()

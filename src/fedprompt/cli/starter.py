@@ -15,6 +15,7 @@ import typer
 from fedprompt.cli.completion import complete_backbone, complete_method, complete_scheme
 from fedprompt.cli.options import AsJson, Overrides, Plugins, Quiet, Seeds, emit, load
 from fedprompt.cli.run_configs import launch, say
+from fedprompt.config.shipped_configs import FOLDER
 from fedprompt.errors import ConfigError, StorageError, broken, did_you_mean, same_name
 from fedprompt.io.safe_text import safe_line, safe_text
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fedprompt.data.survey import Survey
     from fedprompt.experiment.proposal import Choice, Proposal, Wishes
 
-DEMO = Path(__file__).parents[1] / "demo.yaml"
+DEMO = FOLDER / "demo.yaml"
 SHOWN = 5  # names or files of a long list
 
 
@@ -204,6 +205,9 @@ def _decided(proposal: Proposal, source: str, wishes: Wishes, asks: bool) -> tup
     known = list(registry.methods())
     proposed = proposal.method(str(wishes.backbone), str(wishes.scheme))
     decide("method", "Which method?", proposed, lambda text: _fits(_named("method", text, known), str(wishes.backbone)))
+    head = proposal.head(str(wishes.method))
+    if head is not None:
+        reasons["head"] = head
     others = " and ".join(choice.value for choice in proposal.baselines(str(wishes.method)))
     if others:
         decide(
@@ -293,9 +297,11 @@ def _write(
     if refusal is not None:
         raise refusal
     baselines = proposal.baselines(str(wishes.method)) if wishes.compare else []
-    methods = [*((each.value, each.reason) for each in baselines), (str(wishes.method), reasons["method"].reason)]
-    for name, _ in methods:
-        Rehearsal().check(configuration.parse({**settings, "method": {"name": name}}))
+    chosen = {"name": wishes.method} | ({"head": reasons["head"].value} if "head" in reasons else {})
+    why = "; ".join(reasons[name].reason for name in ("method", "head") if name in reasons)
+    methods = [*(({"name": each.value}, each.reason) for each in baselines), (chosen, why)]
+    for method, _ in methods:
+        Rehearsal().check(configuration.parse({**settings, "method": method}))
     head = [f"{found.images:,} images, {len(found.classes)} classes: {_some(found.classes)}"]
     head += [
         "Written by `fedprompt init`. Change what you like: docs/settings.md lists all settings.",

@@ -20,9 +20,12 @@ FOR_LATER = {
 
 
 def config_text(
-    head: list[str], settings: Mapping[str, Mapping[str, Any]], why: Mapping[str, str], methods: list[tuple[str, str]]
+    head: list[str],
+    settings: Mapping[str, Mapping[str, Any]],
+    why: Mapping[str, str],
+    methods: list[tuple[dict[str, Any], str]],
 ) -> str:
-    """A YAML file: `why` has the comments by setting (`partition.scheme`) and by section, `methods` names and reasons."""
+    """A YAML file: `why` has the comments by setting (`partition.scheme`) and by section, `methods` settings and reasons."""
     lines = [f"# yaml-language-server: $schema={SCHEMA}", *(f"# {safe_line(line)}" for line in head), ""]
     for section, values in settings.items():
         lines.append(f"{section}:")
@@ -30,11 +33,18 @@ def config_text(
             lines.append(_setting(f"  {name}: {_yaml(value)}", why.get(f"{section}.{name}", "")))
         lines += [f"  # {line}" for line in FOR_LATER.get(section, [])]
     if len(methods) == 1:
-        lines.append(_setting(f"method: {methods[0][0]}", methods[0][1]))
+        lines.append(_setting(f"method: {_method(methods[0][0])}", methods[0][1]))
     else:
         lines += ["sweep:", "  method:"]
-        lines += [_setting(f"    - {name}", reason) for name, reason in methods]
+        lines += [_setting(f"    - {_method(method)}", reason) for method, reason in methods]
     return "\n".join(lines) + "\n"
+
+
+def _method(settings: dict[str, Any]) -> str:
+    """The name alone where there is nothing else to say."""
+    if len(settings) == 1:
+        return str(settings["name"])
+    return "{" + ", ".join(f"{name}: {_yaml(value)}" for name, value in settings.items()) + "}"
 
 
 def _setting(text: str, reason: str) -> str:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fedprompt.cli.options import AsJson, ConfigPath, Overrides, Plugins, Quiet, Resume, Seeds, load, seed_numbers
-from fedprompt.cli.run_configs import launch, profiled, say, unobserved
-from fedprompt.errors import ConfigError
+from fedprompt.cli.run_configs import launch, print_estimates, profiled, say, unobserved
+from fedprompt.errors import ConfigError, broken
 from fedprompt.io.safe_text import safe_text
 
 protocol = typer.Typer(
@@ -30,9 +30,15 @@ def run(
     trace: Annotated[
         bool, typer.Option("--trace", help="With --profile: one round as a trace for chrome://tracing or Perfetto.")
     ] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say what the runs will need, from a few measured steps; train nothing.")
+    ] = False,
     plugin: Plugins = None,
 ) -> None:
     """Train: one run per method, seed and sweep value of the config. A stopped run continues with --resume."""
+    if estimate:
+        print_estimates(load(config, overrides, seed), as_json)
+        return
     if trace and not profile:
         raise ConfigError("--trace must come with --profile: it shows a round of it")
     around = partial(profiled, trace=trace, as_json=as_json) if profile else unobserved
@@ -97,6 +103,47 @@ def comeback(
     if not as_json:
         typer.echo(safe_text(comeback_table(done, series.client, series.away)))
     say(f"picture: {save_comeback(done, series.client, series.away, series.picture)}")
+
+
+@protocol.command("cross-domain")
+def cross_domain(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    domain: Annotated[
+        list[str] | None,
+        typer.Option("--domain", help="Leave out this domain; may be repeated. Each in turn by default."),
+    ] = None,
+    resume: Resume = False,
+    seed: Seeds = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
+    """Train on all domains but one, and test every client on that one."""
+    from fedprompt.evaluation import protocols
+
+    launch(protocols.cross_domain(config, overrides or (), seed_numbers(seed), domain or ()), resume, quiet, as_json)
+
+
+@protocol.command("cross-dataset")
+def cross_dataset(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    to: Annotated[
+        str, typer.Option("--to", help="The other set, as in data.source: a folder, a parquet file, ...")
+    ] = "",
+    resume: Resume = False,
+    seed: Seeds = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
+    """Test the clients at the end on another set, whose classes they know by name only."""
+    from fedprompt.evaluation import protocols
+
+    if not to:
+        raise ConfigError(broken("--to", "name another set", to))
+    launch(protocols.cross_dataset(config, to, overrides or (), seed_numbers(seed)), resume, quiet, as_json)
 
 
 @protocol.command()

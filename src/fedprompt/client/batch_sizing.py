@@ -36,12 +36,15 @@ class StepNeeds:
     features: tuple[str, ...]
     """What it reads of the images, by the names of `ImageBank.prefetch`."""
     axes: Axes
+    draws: bool
+    """Whether it draws random numbers."""
     foldable: bool
     """Whether several clients can share a pass."""
 
 
 class BatchSizer:
-    """Finds out what steps ask for. Only sizes decide, so the bits of a run depend neither on the machine nor on its history.
+    """Finds out what steps ask for. Only sizes decide, so the bits of a run depend neither on the machine nor on its history,
+    until memory runs out.
 
     Folding clients pays as long as a batch is too small to keep the matrix products busy; beyond `ENOUGH_ROWS` tokens it only
     costs memory.
@@ -51,6 +54,19 @@ class BatchSizer:
         """`augmented` says whether features of training images are computed in every step."""
         self._world, self._cohort, self._noise, self._augmented = world, cohort, noise, augmented
         self._known: list[tuple[Method, bool, object, StepNeeds]] = []
+        self._fitting: int | None = None
+        self._notes: list[str] = []
+
+    def halved(self, clients: int) -> int:
+        """Half as many clients, for which memory has run out: no later batch has more."""
+        self._fitting = max(1, clients // 2)
+        self._notes.append(f"out of memory with {clients} clients in one batch: from here on at most {self._fitting}")
+        return self._fitting
+
+    def take_notes(self) -> list[str]:
+        """What happened since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
 
     @property
     def most(self) -> int:
@@ -61,9 +77,11 @@ class BatchSizer:
         """How many clients share a pass, with batches of that many images."""
         if not step_needs.foldable:
             return 1
-        if self._cohort != "auto":
-            return self._cohort
-        return max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, step_needs.per_image * batch + step_needs.per_client)))
+        wanted = self._cohort
+        if wanted == "auto":
+            rows = step_needs.per_image * batch + step_needs.per_client
+            wanted = max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, rows)))
+        return wanted if self._fitting is None else min(wanted, self._fitting)
 
     def of(self, step: Method, params: Tensors, images: Images, training: bool) -> StepNeeds:
         """The demand of a step on clients whose parameters look like these; asked of one image."""
@@ -79,17 +97,22 @@ class BatchSizer:
         world, first, anew = self._world, torch.zeros(1, dtype=torch.long), training and self._augmented
         one = images.load(first, step.needs, whole_views(1)) if anew else images
         image = make_batch(step, one, first, training)
+        noise = self._drawn(step, 1, training)
         with torch.no_grad():
-            given = step.prompts(world, params, image, self._drawn(step, 1, training))
+            given = step.prompts(world, params, image, noise)
         tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
         passes = changes_images(given, step.reads)
         features_first = anew and (bool(step.needs) or not passes)
+        said = [(c.per_image, world.classes * (c.tokens.shape[-2] + NAME_TOKENS)) for c in given.text.values()]
         return StepNeeds(
-            per_image=(given.repeat * tokens if passes else 0) + (world.tokens if features_first else 0),
-            per_client=sum(world.classes * (context.tokens.shape[-2] + NAME_TOKENS) for context in given.text.values()),
+            per_image=(given.repeat * tokens if passes else 0)
+            + (world.tokens if features_first else 0)
+            + sum(tokens for per_image, tokens in said if per_image),
+            per_client=sum(tokens for per_image, tokens in said if not per_image),
             features=(*step.needs, *((tokens_name(first_block(given)),) if passes else step.reads)),
             axes=self._axes(step, training),
-            foldable=not given.weights,
+            draws=bool(noise),
+            foldable=not (given.weights or given.text_weights),
         )
 
     def _axes(self, step: Method, training: bool) -> Axes:

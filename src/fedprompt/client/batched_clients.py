@@ -23,7 +23,7 @@ from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.feature_tables import LoadedRows, tokens_name
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.modules.insertion import VisionPrompt
-from fedprompt.tensors import Tensors
+from fedprompt.tensors import Tensors, prefixed, stripped
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ class StackedParams:
             if same and name not in trained:
                 common[name] = first
             else:
-                stacked[name] = first.expand(len(each), *first.shape) if same else torch.stack(tensors)
+                stacked[name] = torch.stack(tensors)  # also where all are the same: a later step finds it laid out so
         return cls(stacked, common)
 
     def of_client(self, place: int) -> Tensors:
         return {**self.common, **{name: tensor[place] for name, tensor in self.stacked.items()}}
 
     def first(self, count: int) -> StackedParams:
+        if all(len(tensor) == count for tensor in self.stacked.values()):
+            return self
         return StackedParams({name: tensor[:count] for name, tensor in self.stacked.items()}, self.common)
 
     def changed(self, changes: Tensors) -> StackedParams:
@@ -116,6 +118,19 @@ class StackedBatch:
     def batch(self, images: Tensors, features: Tensors) -> Batch:
         """One client's part, inside a mapped function."""
         return Batch(images["labels"], features, images.get("weights"), self.training)
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """All its tensors, under names of their own."""
+        own = {"labels": self.labels} if self.weights is None else {"labels": self.labels, "weights": self.weights}
+        return {**own, **prefixed("row ", self.rows), **prefixed("noise ", self.noise)}
+
+    def with_parts(self, parts: Tensors) -> StackedBatch:
+        """The same with other tensors."""
+        rows = LoadedRows.at_hand(stripped("row ", parts))
+        features = {name: rows[name].unflatten(0, self.labels.shape) for name in self.features}
+        weights, noise = parts.get("weights"), stripped("noise ", parts)
+        return StackedBatch(parts["labels"], rows, features, weights, noise, self.training)
 
     def of_client(self, place: int) -> Batch:
         """One client's part, with what fills it up."""

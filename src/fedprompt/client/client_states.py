@@ -7,8 +7,6 @@ from collections.abc import Callable
 from fedprompt.core import wire
 from fedprompt.tensors import Tensors
 
-NOTHING = wire.encode({})  # the state of a client that keeps nothing to itself
-
 
 class ClientStates:
     """What each client keeps to itself. Only clients of the round under way are held in memory."""
@@ -35,8 +33,6 @@ class ClientStates:
 
     def take_changes(self) -> dict[int, bytes]:
         """The states to commit with the round."""
-        changes = {
-            client: wire.encode(tensors) if tensors else NOTHING for client, tensors in sorted(self._changed.items())
-        }
+        changes = {client: wire.encode(tensors) for client, tensors in sorted(self._changed.items())}
         self._changed = {}
         return changes

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from fedprompt import config as configuration
 from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.load import load_backbone
+from fedprompt.backbones.sentence_encoder import SentenceEncoder
 from fedprompt.backbones.vit import ViT
 from fedprompt.client.client_states import ClientStates
 from fedprompt.client.novel_classes import require_names
@@ -22,13 +23,13 @@ from fedprompt.config import Config
 from fedprompt.core import registry
 from fedprompt.core.client_sampling import absences, away_by_round, sample_newcomers
 from fedprompt.core.method import Method, World
-from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.partition.divide import make_manifest
 from fedprompt.data.partition.manifest import Manifest
 from fedprompt.data.sources.base import Source
 from fedprompt.data.sources.open import open_both
 from fedprompt.errors import ConfigError, DataError, broken
 from fedprompt.features.image_bank import ImageBank
+from fedprompt.features.item_store import check_kind, open_store
 from fedprompt.federation.compatibility import check_protections
 from fedprompt.io.files import cache_directory
 from fedprompt.privacy.accounting import Plan
@@ -62,6 +63,7 @@ class ExperimentFactory:
             rule = "have validation images for federation.evaluate_on: validation, or data.validation be given"
             raise DataError(broken("partition.manifest", rule, "none"))
         backbone = self.backbone()
+        check_kind(source, backbone)
         world = self.world(backbone, source.class_names, manifest.clients.names)
         if novel is not None:
             require_names(self.method, world, novel, backbone, config)
@@ -82,6 +84,7 @@ class ExperimentFactory:
             class_names,
             client_names,
             epochs=config.train.epochs,
+            rounds=config.federation.rounds,
             newcomers=sample_newcomers(config.seed, len(client_names), config.federation.held_out),
             language=backbone.language(class_names) if isinstance(backbone, DualEncoder) else None,
             device=backbone.device,
@@ -91,6 +94,8 @@ class ExperimentFactory:
         )
         if self.method.uses_text:
             _ = world.text  # raises where there is none
+        if config.train.augmented and isinstance(backbone, SentenceEncoder):
+            raise ConfigError(broken("train.random_crop and train.random_flip", "be absent for sentences", True))
         self.method.check(world, config.train)
         absences(config.federation, client_names, world.newcomers)  # raises where they cannot be met
         world = replace(world, roles=self.method.init(world, stream(config.seed, 0, SERVER, "init")))
@@ -99,7 +104,7 @@ class ExperimentFactory:
 
     def bank(self, source: Source, manifest: Manifest, backbone: ViT) -> ImageBank:
         """Every client's images as the backbone wants them."""
-        pixels = ImageStore(source, backbone.shape.image_size, self.config.data.resize, self.cache)
+        pixels = open_store(source, backbone, self.config.data.resize, self.cache)
         return ImageBank(source, manifest, pixels, backbone, self.config.engine)
 
     def client_runtime(self, source: Source, world: World, bank: ImageBank, states: ClientStates) -> ClientRuntime:

@@ -20,6 +20,8 @@ from fedprompt.client.batch_schedule import BatchSchedule, Plan, batch_schedule_
 from fedprompt.client.batch_sizing import BatchSizer, Noise, StepNeeds, shapes_of
 from fedprompt.client.batched_clients import StackedBatch, StackedParams, losses_of_clients, over_clients
 from fedprompt.client.optimizers import OptimizerState, RateSchedule, optimizer_step, rate_schedule
+from fedprompt.client.out_of_memory import in_fitting_parts
+from fedprompt.client.recorded_step import RecordedSteps
 from fedprompt.client.step import step_loss
 from fedprompt.config import Config
 from fedprompt.core.first_step import Gauge
@@ -67,6 +69,10 @@ class ClientBatch:
     rates: RateSchedule
 
 
+BatchOf = Callable[[list[int]], ClientBatch]
+Made = tuple[list[int], BatchOf]
+
+
 class LocalTraining:
     """Runs the stages of a method for clients whose images and parameters are at hand."""
 
@@ -77,6 +83,8 @@ class LocalTraining:
         self.gauge: Gauge | None = None
         self._gauge: Gauge | None = None  # in the first round
         self._advance = Advance(None, "", 0, 0)
+        self._recorded = RecordedSteps()
+        self._steps: list[Method] = []  # that were recorded
 
     def run(
         self,
@@ -120,9 +128,8 @@ class LocalTraining:
         for stage in stages:
             if not stage.trainable or not stage.epochs or stage.steps == 0:
                 continue
-            for line in self._client_batches(stage, jobs, params, round, purpose, fitting):
-                stacked = StackedParams.of([params[client] for client in line.clients], stage.trainable)
-                stacked, losses = self._stage(stage, stacked, line, gradients)
+            batches = self._client_batches(stage, jobs, params, round, purpose, fitting)
+            for line, stacked, losses in self._trained(stage, batches, params, gradients):
                 for place, client in enumerate(line.clients):
                     params[client] = stacked.of_client(place)
                     sizes = line.table.sizes[place]
@@ -132,6 +139,19 @@ class LocalTraining:
             for client, tally in tallies.items()
         }
 
+    def _trained(
+        self, stage: Stage, batches: Iterator[Made], params: Mapping[int, Tensors], gradients: Gradients | None
+    ) -> Iterator[tuple[ClientBatch, StackedParams, Tensor]]:
+        """Clients with their parameters and losses after the stage."""
+        for group, batch_of in batches:
+
+            def work(clients: list[int], batch_of: BatchOf = batch_of) -> tuple[ClientBatch, StackedParams, Tensor]:
+                line = batch_of(clients)
+                stacked = StackedParams.of([params[client] for client in clients], stage.trainable)
+                return line, *self._stage(stage, stacked, line, gradients)
+
+            yield from in_fitting_parts(group, self.sizer, self._advance, work)
+
     def _client_batches(
         self,
         stage: Stage,
@@ -140,8 +160,8 @@ class LocalTraining:
         round: int,
         purpose: str,
         fitting: bool,
-    ) -> Iterator[ClientBatch]:
-        """The clients of a stage with all they need, those with most steps first, as many at a time as make a good batch."""
+    ) -> Iterator[Made]:
+        """The clients of a stage, those with most steps first, as many at a time as make a good batch, and how it is made."""
         train, seed = self.config.train, self.config.seed
         plans: dict[int, Plan] = {}
         shares: dict[int, Images] = {}
@@ -154,25 +174,31 @@ class LocalTraining:
         rounds = self.config.federation.rounds
         most = max(max(sizes) for _, sizes in plans.values())
         step_needs = self.sizer.of(stage.step, params[clients[0]], shares[clients[0]], training=True)
-        size = self.sizer.clients(step_needs, most)
-        for start in range(0, len(clients), size):
-            group = clients[start : start + size]
+
+        def batch_of(group: list[int]) -> ClientBatch:
             images = [shares[client] for client in group]
-            ahead = [torch.from_numpy(shares[client].indices) for client in clients[start + size : start + 2 * size]]
-            if ahead and train.augmented:  # decoded while this group trains
-                self.bank.decode_ahead(torch.cat(ahead))
-            elif ahead:
-                self.bank.prefetch(torch.cat(ahead), step_needs.features)
             draws, augmentation = (
-                [stream(seed, round, client, f"{purpose}{what}.{stage.name}") for client in group]
-                for what in ("noise", "augmentation")
+                [stream(seed, round, client, f"{purpose}{what}.{stage.name}") for client in group] if wanted else []
+                for what, wanted in (("noise", step_needs.draws), ("augmentation", train.augmented))
             )
             steps = [len(plans[client][1]) for client in group]
             rates = rate_schedule(
                 train, stage.trainable, self.begun, steps, stage.epochs, max(round, 1), rounds, fitting
             )
             table = batch_schedule_of(images, [plans[client] for client in group])
-            yield ClientBatch(group, images, table, step_needs, draws, augmentation, rates)
+            return ClientBatch(group, images, table, step_needs, draws, augmentation, rates)
+
+        start = 0
+        while start < len(clients):
+            size = self.sizer.clients(step_needs, most)
+            group = clients[start : start + size]
+            ahead = [torch.from_numpy(shares[client].indices) for client in clients[start + size : start + 2 * size]]
+            if ahead and train.augmented:  # decoded while this group trains
+                self.bank.decode_ahead(torch.cat(ahead))
+            elif ahead:
+                self.bank.prefetch(torch.cat(ahead), step_needs.features)
+            yield group, batch_of
+            start += len(group)
 
     def _stage(
         self, stage: Stage, stacked: StackedParams, line: ClientBatch, gradients: Gradients | None
@@ -183,15 +209,8 @@ class LocalTraining:
         for number in range(line.table.steps):
             count = len(line.table.now(number))
             now = stacked.first(count)
-            leaves = {name: now.stacked[name].detach().requires_grad_() for name in stage.trainable}
             inputs = self._load(stage.step, line, number)
-            loss = self._losses(stage.step, now.changed(leaves), inputs)
-            if not loss.requires_grad:
-                raise ContractError(
-                    f"stage {stage.name!r} must depend on one of its trainables {', '.join(stage.trainable)}"
-                )
-            found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
-            slopes = dict(zip(leaves, found, strict=True))
+            loss, slopes = self._slopes(stage, now, inputs, line.step_needs)
             if gradients is not None:
                 each = [
                     gradients(client, {name: slope[place] for name, slope in slopes.items()})
@@ -205,14 +224,15 @@ class LocalTraining:
                 self._gauge.add(before, slopes, stepped, last=number + 1 == line.table.steps)
             stacked = stacked.changed(self._corrected(stage.step, stepped, now, number))
             done = len(line.clients) - count
-            losses.append(F.pad(loss.detach(), (0, done)) if done else loss.detach())
+            losses.append(F.pad(loss, (0, done)) if done else loss)
             self._advance.add(count)
         return stacked, torch.stack(losses, dim=1)
 
     def _load(self, method: Method, line: ClientBatch, number: int) -> StackedBatch | tuple[LoadedImages, Tensors]:
         """The images and random draws of one step, of one client or of several."""
         sizes = line.table.now(number)
-        noise = [self.noise(method, size, True, line.draws[place]) for place, size in enumerate(sizes)]
+        noise = [self.noise(method, size, True, draws) for size, draws in zip(sizes, line.draws, strict=False)]
+        noise = noise or [{} for _ in sizes]
         train = self.config.train
         pairs = zip(sizes, line.augmentation, strict=False)  # some clients may be done
         views = [draw_views(train, size, draws) for size, draws in pairs] if train.augmented else []
@@ -220,6 +240,48 @@ class LocalTraining:
             positions = line.table.positions[0, number, : sizes[0]]
             return line.images[0].load(positions, line.step_needs.features, views[0] if views else None), noise[0]
         return StackedBatch.of(line.table, number, noise, line.step_needs, method, self.world, self.bank, True, views)
+
+    def _slopes(
+        self,
+        stage: Stage,
+        params: StackedParams,
+        inputs: StackedBatch | tuple[LoadedImages, Tensors],
+        step_needs: StepNeeds,
+    ) -> tuple[Tensor, Tensors]:
+        """The losses (N,) of a step, and their gradients. A step without a pass is small, and recorded."""
+        if not isinstance(inputs, StackedBatch) or step_needs.per_image or step_needs.per_client:
+            loss, *found = self._differentiated(stage, params, inputs)
+        else:
+            batch, groups = inputs, (params.stacked, params.common, inputs.parts)
+            names = [tuple(group) for group in groups]
+
+            def step(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+                left = iter(tensors)
+                stacked, common, parts = ({name: next(left) for name in each} for each in names)
+                return self._differentiated(stage, StackedParams(stacked, common), batch.with_parts(parts))
+
+            key = (self._number(stage.step), stage.name, stage.trainable, *names)
+            loss, *found = self._recorded.run(key, step, [each for group in groups for each in group.values()])
+        return loss, dict(zip(stage.trainable, found, strict=True))
+
+    def _differentiated(
+        self, stage: Stage, params: StackedParams, inputs: StackedBatch | tuple[LoadedImages, Tensors]
+    ) -> list[Tensor]:
+        """The losses and the gradients by the stage's trainables."""
+        leaves = {name: params.stacked[name].detach().requires_grad_() for name in stage.trainable}
+        loss = self._losses(stage.step, params.changed(leaves), inputs)
+        if not loss.requires_grad:
+            raise ContractError(
+                f"stage {stage.name!r} must depend on one of its trainables {', '.join(stage.trainable)}"
+            )
+        found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+        return [loss.detach(), *found]
+
+    def _number(self, step: Method) -> int:
+        """The same for equal steps."""
+        if step not in self._steps:
+            self._steps.append(step)
+        return self._steps.index(step)
 
     def _losses(
         self, method: Method, params: StackedParams, inputs: StackedBatch | tuple[LoadedImages, Tensors]

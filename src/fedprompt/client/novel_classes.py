@@ -27,17 +27,24 @@ def require_names(method: Method, world: World, novel: Source, backbone: ViT, co
 
     A method says so itself, or the size of one of its tensors does: it changes when there are more classes.
     """
-    label, share = config.label, config.data.novel
+    field, given, none = (
+        ("data.novel", config.data.novel, "0")
+        if config.data.novel
+        else ("data.other_set", config.data.other_set, "absent")
+    )
+    label = config.label
     if not method.names_any_class:
-        rule = f"be 0 for {label}, which knows only the classes it was trained on"
-        raise ConfigError(broken("data.novel", rule, share))
+        rule = f"be {none} for {label}, which knows only the classes it was trained on"
+        raise ConfigError(broken(field, rule, given))
     method.check(renamed_world(world, novel.class_names, backbone), config.train)  # novel names may be longer
     larger = replace(renamed_world(world, (*world.class_names, *novel.class_names), backbone), roles=Roles())
     others = _sizes(method.init(larger, stream(config.seed, 0, SERVER, "init")))
     bound = [name for name, size in _sizes(world.roles).items() if others.get(name) != size]
     if bound:
-        rule = f"be 0 for {label} with these settings: the size of {', '.join(bound)} follows the number of classes"
-        raise ConfigError(broken("data.novel", rule, share))
+        rule = (
+            f"be {none} for {label} with these settings: the size of {', '.join(bound)} follows the number of classes"
+        )
+        raise ConfigError(broken(field, rule, given))
 
 
 def _sizes(roles: Roles) -> dict[str, torch.Size]:

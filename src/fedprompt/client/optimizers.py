@@ -68,17 +68,18 @@ def clipped_by_group(grads: Tensors, bound: float) -> Tensors:
 def _sgd(
     params: Tensors, grads: Tensors, state: OptimizerState, rates: Mapping[str, float | Tensor], train: TrainConfig
 ) -> tuple[Tensors, OptimizerState]:
-    """SGD with weight decay and heavy-ball momentum."""
-    momentum = float(train.momentum)
-    stepped, velocity = {}, {}
-    for name, grad in grads.items():
-        if train.weight_decay:
-            grad = grad + train.weight_decay * params[name]
-        if momentum:
-            grad = torch.add(grad, state.first[name], alpha=momentum) if name in state.first else grad
-            velocity[name] = grad
-        stepped[name] = params[name] - _times(grad, rates[name])
-    return stepped, OptimizerState(velocity)
+    """SGD with weight decay and heavy-ball momentum, of all tensors at once."""
+    momentum, names = float(train.momentum), list(grads)
+    before: Sequence[Tensor] = [params[name] for name in names]
+    slopes: Sequence[Tensor] = list(grads.values())
+    if train.weight_decay:
+        slopes = torch._foreach_add(slopes, before, alpha=train.weight_decay)
+    if momentum and state.first:
+        slopes = torch._foreach_add(slopes, [state.first[name] for name in names], alpha=momentum)
+    scaled = [_times(slope, rates[name]) for name, slope in zip(names, slopes, strict=True)]
+    stepped = torch._foreach_sub(before, scaled)
+    velocity = dict(zip(names, slopes, strict=True)) if momentum else {}
+    return dict(zip(names, stepped, strict=True)), OptimizerState(velocity)
 
 
 def _adam(

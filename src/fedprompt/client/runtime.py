@@ -35,6 +35,8 @@ from fedprompt.privacy.discrete_gaussian import Words
 from fedprompt.random_streams import Stream, stream
 from fedprompt.tensors import Tensors
 
+MOST_COUNTS = 4096  # clients whose class counts are kept
+
 
 def _sound(result: TrainingResult | DivergenceError) -> TrainingResult:
     if isinstance(result, DivergenceError):
@@ -68,6 +70,7 @@ class ClientRuntime:
         self.bank, self.states, self.domain_names = bank, states, tuple(domain_names)
         self.terms = terms  # of differential privacy, where it is asked for
         self.secret: Callable[[int, int], Words] = partial(_repeatable, config.seed)  # the bits of its noise
+        self._counts: dict[int, Tensor] = {}
         self.blind = False  # whether a method that is evaluated may not ask for training images
         self.sizer = BatchSizer(world, config.engine.cohort, self._noise, config.train.augmented)
         self.training = LocalTraining(config, world, bank, self._noise, self.sizer)
@@ -275,8 +278,9 @@ class ClientRuntime:
         part = part or self.config.federation.evaluate_on
         images = {client: self.bank.images(client, part) for client in params}
         found = self.testing.run(params, images, round)
+        last = round >= self.config.federation.rounds or part != self.config.federation.evaluate_on
         return {
-            client: score(draws, images[client].labels, images[client].domains, self.domain_names, numbers)
+            client: score(draws, images[client].labels, images[client].domains, self.domain_names, numbers, last)
             for client, (draws, numbers) in found.items()
         }
 
@@ -336,10 +340,8 @@ class ClientRuntime:
 
     def _statistics(self, when: str, round: int, client: int, params: Tensors, given: Collection[str] = ()) -> Tensors:
         """The declared statistics that `finish` has not given already, added up over the client's training images."""
-        declared = {
-            name: statistic for name, statistic in self.world.roles.statistics(when).items() if name not in given
-        }
-        if not declared:
+        asked = self.world.roles.statistics(when)
+        if not asked or not (declared := {name: each for name, each in asked.items() if name not in given}):
             return {}
         images = self._training_images(client)
         generator = stream(self.config.seed, round, client, "statistics")
@@ -371,17 +373,25 @@ class ClientRuntime:
             parts = torch.arange(len(images)).split(self.config.federation.evaluation_batch)
             return torch.cat([images.features(name, part) for part in parts]), images.labels
 
-        counts = torch.bincount(images.labels.cpu(), minlength=self.world.classes)
         return Client(
             index=client,
             name=self.world.client_names[client],
             round=round,
             samples=len(images),
-            class_counts=counts,
+            class_counts=self._class_counts(client, images),
             loss=loss,
             stream=lambda purpose: stream(self.config.seed, round, client, purpose),
             features=features,
         )
+
+    def _class_counts(self, client: int, images: Images) -> Tensor:
+        """Those of the training images; never changed by whoever gets them."""
+        found = self._counts.get(client)
+        if found is None:
+            found = torch.bincount(images.labels.cpu(), minlength=self.world.classes)
+            if len(self._counts) < MOST_COUNTS:
+                self._counts[client] = found
+        return found
 
     def _tested(self, client: int, round: int) -> Client:
         """A client that is evaluated; one that is `blind` tells nothing of its training images."""

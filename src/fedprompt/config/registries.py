@@ -31,6 +31,7 @@ SOURCES: Registry[Any] = Registry(
         "groceries",
         "xrays",
         "tiny",
+        "tiny-text",
         "folder",
         "domain_folder",
         "parquet",
@@ -52,7 +53,7 @@ BACKBONES: Registry[Any] = Registry(
     "backbone.name",
     "fedprompt.backbones",
     home="fedprompt.backbones.load",
-    builtin=("dinov2-small", "mini", "b16", "tiny", "tiny-clip"),
+    builtin=("dinov2-small", "mini", "b16", "minilm", "tiny", "tiny-clip", "tiny-bert"),
 )
 REMOTE_ENGINES = ("flower-simulation", "flower")  # clients keep their own tensors, elsewhere
 ENGINES: Registry[Any] = Registry(

@@ -28,13 +28,14 @@ from fedprompt.config.protection_settings import (
     GuardConfig,
     PrivacyConfig,
 )
-from fedprompt.config.registries import BACKBONES, ENGINES, PARTITIONS, SOURCES, TRACKERS, In
+from fedprompt.config.registries import BACKBONES, ENGINES, PARTITIONS, REMOTE_ENGINES, SOURCES, TRACKERS, In
 from fedprompt.config.setting_types import (
     MOST_EPOCHS,
     MOST_ROUNDS,
     Auto,
     Bound,
     Decay,
+    DeviceName,
     Extensible,
     Grown,
     Location,
@@ -49,13 +50,13 @@ from fedprompt.config.setting_types import (
     SiteName,
     ValidationSize,
 )
-from fedprompt.errors import ConfigError, same_name
+from fedprompt.errors import ConfigError, broken, same_name
 
 
 class DataConfig(Extensible):
     """Which images there are, and how they become squares."""
 
-    later: ClassVar[tuple[str, ...]] = ("options", "validation")
+    later: ClassVar[tuple[str, ...]] = ("options", "validation", "unseen_domain", "other_set", "imbalance")
 
     source: Location = "embedded"
     """Where the images come from: `groceries`, `xrays`, `embedded`, `tiny`, a folder, a parquet file, or `hub:owner/name`."""
@@ -65,6 +66,12 @@ class DataConfig(Extensible):
     """Keep only these classes, in this order. All when absent."""
     novel: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
     """Share of the classes, counted from the last, that are kept out of the federation. It is tested on them at the end."""
+    other_set: Location | None = None
+    """Another source, such as `source`. At the end every client is tested on its test images, by their class names."""
+    unseen_domain: str | None = None
+    """A domain that no client trains on: every client is tested on its test images, and on no others."""
+    imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Training images of the first class for each one of the last: a long tail. Classes stay as they are when absent."""
     per_domain: Positive | None = None
     """Keep at most this many images of every domain, spread evenly over the classes. All when absent."""
     train_per_cell: Positive | None = None
@@ -81,6 +88,17 @@ class DataConfig(Extensible):
     """How an image becomes a square: `squash` ignores its proportions, `crop` keeps the centre."""
     options: dict[str, Any] = {}
     """Settings of a `format` that is not of this package; see docs/extending.md."""
+
+    @property
+    def tests_names(self) -> bool:
+        """Whether a run ends with a test on classes that it did not train on."""
+        return bool(self.novel) or self.other_set is not None
+
+    @model_validator(mode="after")
+    def _one_test_of_names(self) -> DataConfig:
+        if self.novel and self.other_set is not None:
+            raise ValueError(broken("data.other_set", "be absent where data.novel keeps classes apart", self.other_set))
+        return self
 
 
 class PartitionConfig(Extensible):
@@ -121,10 +139,14 @@ class PartitionConfig(Extensible):
 class BackboneConfig(Extensible):
     """The frozen model every client holds."""
 
+    later: ClassVar[tuple[str, ...]] = ("options", "max_tokens")
+
     name: Location = "dinov2-small"
     """The frozen model: a name from `fedprompt backbones`, a folder, a safetensors file, or a hub id."""
     image_size: Positive | None = None
     """Side of the images in pixels. When absent, the backbone's own, or about 100 pixels on a CPU."""
+    max_tokens: Positive | None = None
+    """Longest sentence in tokens, for an encoder of sentences; longer ones are cut. 64 when absent."""
     stem: NotNegative = 0
     """Number of first blocks that no prompt may enter. Their output is kept where memory allows."""
     mean: tuple[float, float, float] | None = None
@@ -135,7 +157,7 @@ class BackboneConfig(Extensible):
     """Checksum of the weight file. A file with another checksum is refused."""
     revision: str | None = None
     """Revision of a hub id: a branch, a tag or a commit."""
-    device: Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")] = "cpu"
+    device: DeviceName = "cpu"
     """Device that computes: `cpu`, `mps`, `cuda` or `cuda:0`."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Precision of weights and activations."""
@@ -204,7 +226,15 @@ class TrainConfig(Grown):
 class FederationConfig(Grown):
     """Rounds, participation, aggregation and evaluation."""
 
-    later: ClassVar[tuple[str, ...]] = ("evaluate_on", "select", "patience", "never_picked")
+    later: ClassVar[tuple[str, ...]] = (
+        "evaluate_on",
+        "select",
+        "patience",
+        "never_picked",
+        "test_classes",
+        "staleness",
+        "late_rounds",
+    )
 
     rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 10
     """Number of rounds."""
@@ -216,6 +246,8 @@ class FederationConfig(Grown):
     """Hide single updates from the server: it learns only their sum."""
     weighting: Literal["samples", "uniform"] = "samples"
     """How updates are weighted in the average: by the number of training images, or all equally."""
+    test_classes: Literal["all", "own"] = "all"
+    """Classes among which a client's test images are classified: all, or only those of its own training images."""
     evaluate_every: Positive = 1
     """Number of rounds from one evaluation to the next."""
     evaluate_last: NotNegative | Auto = "auto"
@@ -240,6 +272,10 @@ class FederationConfig(Grown):
     """Clients that never trained have an untrained local head. Show the figures of all others too, or fit that head."""
     away: dict[str, tuple[Positive, Positive]] = {}
     """Clients by name, each with the first and the last round in which it cannot be drawn."""
+    staleness: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """With sites, the share of its weight that an update keeps for every round it is late (docs/operate.md). 0 drops late ones."""
+    late_rounds: Positive = 3
+    """With `staleness`, the number of rounds for which a late update is waited for; then its site begins anew."""
 
     @property
     def last_rounds(self) -> int:
@@ -260,6 +296,8 @@ class FederationConfig(Grown):
             raise ValueError(
                 "have evaluate_on: validation where select is best or patience is given: no round may be chosen on test images"
             )
+        if self.staleness and self.secure_sum:
+            raise ValueError("have staleness: 0 with secure_sum: a sum cannot be split by age")
         return self
 
 
@@ -281,6 +319,8 @@ class OutputConfig(Grown):
 class EngineConfig(Extensible):
     """How the work is done. It changes results by rounding at most, so it is left out of the hash."""
 
+    later: ClassVar[tuple[str, ...]] = ("options", "devices")
+
     kind: Annotated[str, In(ENGINES)] = "in-process"
     """Where clients run: in this process, as nodes that Flower simulates with Ray, or as sites that Flower connects."""
     sites: list[SiteName] = []
@@ -293,14 +333,24 @@ class EngineConfig(Extensible):
     """Number of clients trained as one batch. `auto` chooses by the size of a step."""
     workers: NotNegative = 0
     """Processes for the clients of a round, one thread each. 0: this one, or all cores with `flower-simulation`."""
+    devices: list[DeviceName] = []
+    """Devices of the worker processes, such as `cuda:0` and `cuda:1`, in turn. Without `workers`, one process for each."""
     compile: bool = False
     """Compile the frozen backbone with torch.compile."""
     memory_gib: Rate = 2.0
     """Memory in GiB for features of images without prompts."""
     disk_gib: Rate = 8.0
     """Disk space in GiB for files with such features in the cache, all runs together."""
+    cache_dtype: Literal["same", "bfloat16"] = "same"
+    """Precision of stored features: the backbone's, or bfloat16, which takes half the room of float32 and rounds to 3 digits."""
     options: dict[str, Any] = {}
     """Settings of a `kind` that is not of this package."""
+
+    @model_validator(mode="after")
+    def _devices_are_those_of_workers(self) -> EngineConfig:
+        if self.devices and self.kind in REMOTE_ENGINES:
+            raise ValueError(f"have no devices with kind {self.kind}: each node has the device it was started with")
+        return self
 
 
 class TunedConfig(Section):
@@ -398,6 +448,24 @@ class Config(Grown):
         if value not in PRIVACY_PRESETS:
             raise UnknownName(f"be a section, or one of {', '.join(PRIVACY_PRESETS)}", PRIVACY_PRESETS)
         return PRIVACY_PRESETS[value]
+
+    @field_validator("aggregation")
+    @classmethod
+    def _weighs(cls, value: AggregationConfig, info: ValidationInfo) -> AggregationConfig:
+        federation = info.data.get("federation")
+        if federation is not None and federation.staleness and value.rule != "mean":
+            raise ValueError("have rule: mean with federation.staleness above 0: other rules count each client in full")
+        return value
+
+    @field_validator("privacy")
+    @classmethod
+    def _in_time(cls, value: PrivacyConfig | None, info: ValidationInfo) -> PrivacyConfig | None:
+        federation = info.data.get("federation")
+        if value is not None and federation is not None and federation.staleness:
+            raise ValueError(
+                "be absent with federation.staleness above 0: a private update counts in its own round only"
+            )
+        return value
 
     @field_validator("federation")
     @classmethod

@@ -23,6 +23,10 @@ class LocalUpdate:
     samples: int
     loss: float | None = None
     """Mean training loss; None when nothing was trained, or when it is not sent."""
+    late: int = 0
+    """Rounds between its order and the round it counts in. The server notes it; no client can claim it."""
+    started: Tensors | None = None
+    """What a late update was trained from."""
 
 
 @dataclass(frozen=True)

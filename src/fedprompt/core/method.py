@@ -81,6 +81,8 @@ class World:
     """The patch tokens (L, d) that enter each block for a blank image, mean over patches; zeros when absent."""
     epochs: int = 1
     """E, local epochs of a round."""
+    rounds: int = 1
+    """R, rounds of the run."""
     has_cls: bool = True
     """Row 0 of an image is a CLS token. Without one, all T rows are patches (SigLIP)."""
 
@@ -166,7 +168,11 @@ class Prompts:
     pause: int | None = None
     """Before this block the pass stops, and `later` is called for more prompts."""
     weights: Tensors = field(default_factory=dict)
-    """Changes added to the frozen weights of that name, block 0 being the first promptable."""
+    """Changes added to the frozen weights of that name, block 0 being the first promptable. `blocks.0.adapter.*` (`down`,
+    `middle` and `up`, each with `weight` and `bias`) is a bottleneck beside the block, which adds to its output.
+    """
+    text_weights: Tensors = field(default_factory=dict)
+    """The same for the text tower."""
 
 
 @dataclass(frozen=True)
@@ -323,6 +329,11 @@ class Method:
         on sums are possible.
         """
         return True
+
+    @property
+    def mixes_passes(self) -> bool:
+        """Whether `logits` joins several passes over an image (`Prompts.repeat`), so that no single one gives its predictions."""
+        return False
 
     @property
     def mixed_batches(self) -> bool:

@@ -28,11 +28,12 @@ from fedprompt.tensors import Tensors
 _REPLY = "fedprompt-reply-1"  # the key of the metadata with everything that is not a tensor
 _FIELDS = ("client", "round", "samples", "loss")
 _MOST = 10**18  # upper limit of whole numbers in a message
+NOTHING = to_bytes({})
 
 
 def encode(tensors: Tensors) -> bytes:
     """Safetensors bytes; equal tensors give equal bytes."""
-    return to_bytes(_for_bytes(tensors))
+    return to_bytes(_for_bytes(tensors)) if tensors else NOTHING
 
 
 def decode(blob: bytes, limit: int | None = None) -> Tensors:
@@ -125,7 +126,7 @@ def in_order(tensors: Tensors) -> Tensors:
 
 def size_in_bytes(tensors: Tensors) -> int:
     """The size of the values in a message, without the few bytes of names and shapes."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def audit_download(tensors: Tensors, roles: Roles, client: str) -> None:

@@ -71,10 +71,14 @@ def _is_plain(path: Path) -> bool:
         return False
 
 
+def id_of(path: Path) -> str:
+    """The id of a run folder."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
+
+
 def _found(root: Path, path: Path) -> Found:
     whole = os.path.realpath(root / path)
-    id = hashlib.sha256(os.fsencode(whole)).hexdigest()[:16]
-    return Found(id, path, printable(os.path.basename(whole)), printable(str(path.parent)))
+    return Found(id_of(root / path), path, printable(os.path.basename(whole)), printable(str(path.parent)))
 
 
 def printable(text: str) -> str:

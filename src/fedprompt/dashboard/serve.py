@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedprompt.dashboard.server import Dashboard, is_loopback
 from fedprompt.errors import RunError
@@ -14,13 +15,19 @@ from fedprompt.io.safe_text import safe_line
 FOLDER = Path("runs")  # the default folder of runs; it may be created later
 
 
-def serve(folders: Sequence[Path] | None, host: str, port: int | None, open_browser: bool) -> None:
-    """Until Ctrl-C."""
+def serve(
+    folders: Sequence[Path] | None,
+    host: str,
+    port: int | None,
+    open_browser: bool,
+    federation: Callable[[], dict[str, Any]] | None = None,
+) -> None:
+    """Until Ctrl-C. `federation` tells how a federation stands, which then gets a page of its own."""
     for folder in folders or ():
         if not folder.exists():
             raise RunError(f"run: {str(folder)!r} must be a run directory or hold some, but there is nothing")
     chosen = list(folders or [FOLDER])
-    with Dashboard(chosen, host, port) as server:
+    with Dashboard(chosen, host, port, federation) as server:
         if not is_loopback(host):
             warning = (
                 "there is no login: anyone who can reach this address sees names, settings and results of all runs"

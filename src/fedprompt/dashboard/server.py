@@ -1,4 +1,4 @@
-"""The server: some fixed files and five kinds of requests, for this machine. It has no login, and writes nothing."""
+"""The server: some fixed files and a few kinds of requests, for this machine. It has no login, and writes nothing."""
 
 from __future__ import annotations
 
@@ -181,14 +181,23 @@ class Dashboard(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 32
 
-    def __init__(self, folders: Sequence[Path], host: str = "127.0.0.1", port: int | None = None) -> None:
-        """Without a port: the default one, or a free one if that is taken."""
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        federation: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        """Without a port: the default one, or a free one if that is taken. `federation` tells how a federation stands."""
         self.host = host
         self.pages = pages()
         views = Views(Catalogue(folders))
         self.questions: dict[str, Callable[[dict[str, str]], Any]] = {
             f"/api/{name}": getattr(views, name) for name in ("runs", "run", "clients", "settings", "compare")
         }
+        self.questions["/api/about"] = lambda query: {"federation": federation is not None}
+        if federation is not None:
+            self.questions["/api/federation"] = lambda query: federation()
         self.connections = Connections(MOST_CONNECTIONS)
         try:
             found = socket.getaddrinfo(host, port or PORT, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from fedprompt.errors import ConfigError, broken
+from fedprompt.io.files import BINARY
 
 try:
     from cryptography import x509
@@ -34,7 +35,7 @@ KEY_RULE = "be an OpenSSH public key of the kind ecdsa-sha2-nistp384 (ssh-keygen
 
 def write_new(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write a new file, with its final permissions from the start."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, mode), "wb") as stream:
         stream.write(content)
 
 

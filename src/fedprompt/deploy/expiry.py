@@ -34,6 +34,11 @@ class Term:
     advice: str
 
     @property
+    def kind(self) -> str:
+        """`server` or `authority`, without a path."""
+        return "server" if self.certificate.startswith(SERVER) else "authority"
+
+    @property
     def days(self) -> int:
         """Whole days that are left; negative once it has expired."""
         return (self.until - now()) // timedelta(days=1)
@@ -52,7 +57,7 @@ class Term:
 
     def warning(self) -> str | None:
         """A line for the log if the certificate expires soon."""
-        return f"WARNING: {self}" if self.until - now() < NOTICE else None
+        return str(self) if self.until - now() < NOTICE else None
 
 
 def now() -> datetime:

@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import socket
-import sys
 import time
 from threading import Thread
 
@@ -16,40 +15,57 @@ from fedprompt.deploy.flower_cli import check_installed, environment
 from fedprompt.deploy.folders import ServerFolder
 from fedprompt.deploy.health import answers, has_limits, keeps_strangers_out
 from fedprompt.deploy.lockfile import claimed
-from fedprompt.deploy.membership import reconcile
+from fedprompt.deploy.membership import nodes, reconcile
+from fedprompt.deploy.metrics import ServerFigures
+from fedprompt.deploy.operator_listener import listening
+from fedprompt.deploy.watch_server import EVERY, Watch, every
 from fedprompt.errors import ConfigError, FedpromptError, RunError, broken
-from fedprompt.io.safe_text import safe_text
+from fedprompt.io.log_lines import Format, configure, fact, relaying, take_over
 
 START = 60.0  # seconds within which a server must answer
 POLL = 0.2
+OWN_LOOKS = ("ControlServicer.ListNodes",)  # how Flower logs the requests of the watch, every few seconds
 
 
-def start(folder: ServerFolder, bind: Address | None = None, insecure: bool = False) -> None:
-    """Serve until a signal stops it. Prints the equivalent Flower command, and `ready` once sites can connect."""
+def start(
+    folder: ServerFolder,
+    bind: Address | None = None,
+    insecure: bool = False,
+    metrics: Address | None = None,
+    log_format: Format = "text",
+) -> None:
+    """Serve until a signal stops it. Logs the equivalent Flower command, and `ready` once sites can connect.
+
+    `metrics` is where /metrics and /ready are served.
+    """
+    configure(log_format)
     check_installed()
     bind = bind or folder.address.listening
     check_insecure(folder, bind, insecure)
     expiry.check(expiry.of_server(folder))
     _check_reachable_from_here(folder, bind)
-    with claimed(folder.path, "folder", "server"):
-        _serve(folder, bind)
+    watch = Watch.of(folder, lambda: nodes(folder))
+    with claimed(folder.path, "folder", "server"), relaying(), listening(metrics, ServerFigures(watch)):
+        _serve(folder, bind, watch)
 
 
-def _serve(folder: ServerFolder, bind: Address) -> None:
+def _serve(folder: ServerFolder, bind: Address, watch: Watch) -> None:
     _check_free(bind)
     os.environ.update(environment(folder))
     folder.point_flower_to(bind.from_here)
     folder.runs.mkdir(mode=0o700, exist_ok=True)
     arguments = superlink_arguments(folder, bind)
-    _log(f"runs: FLWR_HOME={shlex.quote(str(folder.flower_home))} flower-superlink {shlex.join(arguments)}")
+    fact(f"runs: FLWR_HOME={shlex.quote(str(folder.flower_home))} flower-superlink {shlex.join(arguments)}")
     from fedprompt.engines.flower.superlink import serve
 
     signal.signal(signal.SIGTERM, lambda *_: None)  # Flower shuts down first and then passes the signal on
     served = expiry.of_server(folder)  # as loaded now: a renewed certificate needs a restart
-    expiry.watch(lambda: served, _log)
-    opening = _Opening(folder)
+    expiry.watch(lambda: served, warn)
+    take_over(hidden=OWN_LOOKS)
+    opening = _Opening(folder, watch)
     opening.start()
     serve(arguments, own_address=not (bind.is_loopback or bind.is_wildcard))
+    watch.open = False
     if opening.error is not None:
         raise opening.error
 
@@ -101,9 +117,9 @@ def _check_free(bind: Address) -> None:
 class _Opening(Thread):
     """Waits for the server, checks its gate, and admits the sites; stops the server if that fails."""
 
-    def __init__(self, folder: ServerFolder) -> None:
+    def __init__(self, folder: ServerFolder, watch: Watch) -> None:
         super().__init__(name="opening", daemon=True)
-        self._folder = folder
+        self._folder, self._watch = folder, watch
         self.error: Exception | None = None
 
     def run(self) -> None:
@@ -125,10 +141,12 @@ class _Opening(Thread):
             raise FedpromptError("connections to Flower's server have no limits; the server was stopped")
         refused = reconcile(self._folder) if self._folder.secure else {}
         for name, reason in refused.items():
-            _log(f"WARNING: {name} is not admitted: {reason}")
+            fact(f"not admitted: {reason}", "warning", site=name)
         sites = [name for name in self._folder.public_keys() if name not in refused] if self._folder.secure else []
-        _log(f"ready at {self._folder.address}" + (f" for {', '.join(sites)}" if sites else ""))
+        fact(f"ready at {self._folder.address}" + (f" for {', '.join(sites)}" if sites else ""))
+        self._watch.open = True
+        every(EVERY, self._watch.look, "watch")
 
 
-def _log(text: str) -> None:
-    print(safe_text(text), file=sys.stderr, flush=True)
+def warn(text: str) -> None:
+    fact(text, "warning")

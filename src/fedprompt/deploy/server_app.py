@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedprompt.deploy.flower_cli import FOLDER
 from fedprompt.deploy.folders import ServerFolder
-from fedprompt.deploy.lockfile import claimant, is_alive
+from fedprompt.deploy.lockfile import claimant, still_claimed
 from fedprompt.engines.flower.transport import SitesByGrid
 from fedprompt.errors import FedpromptError, RunError, command_line
 from fedprompt.io.bounded_read import strict_json
@@ -63,11 +63,13 @@ def refuse(message: Message, context: Context) -> Message:
     raise RunError("nodes of this federation are started with `fedprompt node`")
 
 
-def _end_with(server: int) -> None:
+def _end_with(folder: Path) -> None:
     """End this process when the server's process has ended for any reason. Flower would first try to contact the server."""
 
+    server = claimant(folder)
+
     def watch() -> None:
-        while is_alive(server):
+        while still_claimed(folder, server):
             time.sleep(WATCH)
         os._exit(1)
 
@@ -81,12 +83,14 @@ def _federate(grid: Grid, config: str, resume: bool) -> None:
     from fedprompt.experiment.sites import SitesExperiment
 
     folder = ServerFolder.load(Path(os.environ[FOLDER]))
-    _end_with(claimant(folder.path))  # not with the parent: processes left by a killed server work for the next one
+    _end_with(folder.path)  # not with the parent: processes left by a killed server work for the next one
     values = strict_json(config)
     values["output"] = {**values.get("output", {}), "directory": str(folder.runs)}
     experiment = SitesExperiment(values)
     engine = experiment.config.engine
-    post = SitesByGrid(grid, engine.deadline, engine.patience, trusting=not folder.secure)
+    federation = experiment.config.federation
+    late_rounds = federation.late_rounds if federation.staleness else 0
+    post = SitesByGrid(grid, engine.deadline, engine.patience, not folder.secure, late_rounds)
     progress = LiveProgress(Console(file=sys.stdout, force_terminal=False, width=200))
     try:
         with command_line():  # its errors are read by who gave the command

@@ -27,12 +27,12 @@ from fedprompt.client.runtime import ClientRuntime
 from fedprompt.config import Config
 from fedprompt.core.messages import Download
 from fedprompt.core.method import World
-from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.partition.manifest import Manifest
 from fedprompt.data.partition.split import train_and_test
 from fedprompt.data.sources.base import Source
 from fedprompt.data.sources.open import open_both
 from fedprompt.features.image_bank import CommonImages
+from fedprompt.features.item_store import open_store
 from fedprompt.federation.loop import AfterLastRound
 from fedprompt.federation.observer import Observer
 from fedprompt.runs.final_figures import stored_results
@@ -53,10 +53,10 @@ class BaseToNovel:
     def prepare(
         cls, federation: ClientRuntime, source: Source, manifest: Manifest, novel: Source, backbone: ViT, cache: Path
     ) -> BaseToNovel:
-        config, size = federation.config, backbone.shape.image_size
+        config = federation.config
 
         def runtime(world: World, images: Source, indices: np.ndarray) -> ClientRuntime:
-            pixels = ImageStore(images, size, config.data.resize, cache)
+            pixels = open_store(images, backbone, config.data.resize, cache)
             bank = CommonImages.of(images, indices, pixels, backbone, config.engine)
             return ClientRuntime(config, world, federation.method, bank, federation.states, images.domain_names)
 
@@ -116,7 +116,7 @@ def novel_test(
 ) -> AfterLastRound | None:
     """Run the tests after the last round if `data.novel` withheld some classes, unless they are done already."""
     config = runtime.config
-    _, novel = open_both(config.data, cache) if config.data.novel else (None, None)
+    _, novel = open_both(config.data, cache) if config.data.tests_names else (None, None)
     if novel is None or stored_figures(store) is not None:
         return None
     test = BaseToNovel.prepare(runtime, prepared.source, prepared.manifest, novel, prepared.backbone, cache)

@@ -2,6 +2,8 @@
 
     new clients     a share of the clients never trains, and only it is evaluated
     base to novel   a share of the classes is withheld from training and tested at the end
+    cross-domain    every domain in turn is kept from training, and all clients are tested on it
+    cross-dataset   all clients are tested on the classes of another set
     comeback        a client misses some rounds, and the same runs without its absence
     sweep           one setting with several values
     ablation        pFedBayesPT without its distribution, without its mixture, and complete
@@ -144,6 +146,36 @@ def base_to_novel(
         raise ConfigError(broken("--share", "be greater than 0 and less than 1", share))
     configs = load_alike(path, [*overrides, f"data.novel={share}"], seeds)
     return told_apart([renamed(config, "base-to-novel") for config in configs])
+
+
+def cross_domain(
+    path: str | Path, overrides: Iterable[str] = (), seeds: Iterable[int] = (), domains: Iterable[str] = ()
+) -> list[Config]:
+    """The runs of a config with each domain in turn, or each of some, left out of training and tested."""
+    overrides, seeds, domains = list(overrides), list(seeds), list(domains)
+    configs = load_alike(path, overrides, seeds)
+    if not domains:
+        from fedprompt.data.sources.open import open_source
+        from fedprompt.io.files import cache_directory
+
+        first = configs[0]
+        domains = list(open_source(first.data, cache_directory(first.output.cache)).domain_names)
+        if len(domains) < 2:
+            raise ConfigError(broken("data.source", "have several domains, of which one is left out", domains))
+    series = [
+        renamed(config, f"unseen-{domain}")
+        for domain in domains
+        for config in load_alike(path, [*overrides, f"data.unseen_domain={json.dumps(domain)}"], seeds)
+    ]
+    return told_apart(series)
+
+
+def cross_dataset(
+    path: str | Path, other: str, overrides: Iterable[str] = (), seeds: Iterable[int] = ()
+) -> list[Config]:
+    """The runs of a config, at the end of which all clients are tested on another set."""
+    configs = load_alike(path, [*overrides, f"data.other_set={json.dumps(other)}"], seeds)
+    return told_apart([renamed(config, "cross-dataset") for config in configs])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ SMALL, SMALL_TEST = 800, 0.4  # training images of a small set, and the share of
 STEPS = 5  # in an epoch of a client, at least
 ALPHA = 0.5
 ROUNDS = 10
+HEAD = "shared_then_finetune"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,17 @@ class Proposal:
             return Choice("promptfl_ft", "words around the class names that all share, then fitted to each client")
         if scheme in ("domains", "dirichlet_in_domains"):
             return Choice("pfedbayespt", "clients differ in style: it makes prompts for every image")
-        return Choice("fedvpt_deep", "prompts in every block that all share, and a classifier for each client")
+        return Choice("fedvpt_deep", "prompts in every block, which all clients share")
+
+    def head(self, method: str) -> Choice | None:
+        """The classifier of the method; None where it has none of its own, or is the client that works alone.
+
+        A head of the client's own is weak where clients are alike, an averaged one where they see other classes. Averaged and
+        then fitted is close to the better of the two in both cases (docs/discussion.md, "The first proposal").
+        """
+        if method == "local" or "head" not in {field.name for field in fields(registry.methods()[method])}:
+            return None
+        return Choice(HEAD, "an averaged classifier, fitted to each client before its test")
 
     def baselines(self, method: str) -> list[Choice]:
         """What to compare the method with."""

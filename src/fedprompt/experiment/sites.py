@@ -183,6 +183,9 @@ MISSING = {"federation.secure_sum": "; docs/secure_sum.md, Over sites, says what
 
 def _unfit(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "data.novel", config.data.novel, "0"
+    yield "data.other_set", config.data.other_set, "absent"
+    yield "data.unseen_domain", config.data.unseen_domain, "absent"
+    yield "data.imbalance", config.data.imbalance, "absent"
     yield "data.validation", config.data.validation, "absent"
     yield "federation.evaluate_on", config.federation.evaluate_on == "validation" and "validation", "test"
     yield "attack", config.attack and config.attack.kind, "absent"

@@ -32,7 +32,8 @@ class Packaged(Tracker):
         """Raise where the package is missing; it is not imported."""
         if find_spec(cls.package) is None:
             rule = "name trackers whose package is installed"
-            raise ConfigError(f"{broken('output.trackers', rule, cls.package)}: pip install {cls.install}")
+            how = f"pip install {cls.install}, or all of them: pip install 'fedprompt[trackers]'"
+            raise ConfigError(f"{broken('output.trackers', rule, cls.package)}: {how}")
 
 
 @register_tracker("tensorboard")

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import TrainConfig
-from fedprompt.data.cache.pixel_store import ImageStore, normalise
+from fedprompt.data.cache.pixel_store import normalise
 from fedprompt.features.compute import Feature, pass_size
+from fedprompt.features.item_store import ItemStore
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
 
@@ -66,7 +67,7 @@ def _interpolation(places: Tensor, side: int) -> Tensor:
 
 
 def augmented_features(
-    backbone: ViT, store: ImageStore, features: Mapping[str, Feature], indices: np.ndarray, views: Tensor
+    backbone: ViT, store: ItemStore, features: Mapping[str, Feature], indices: np.ndarray, views: Tensor
 ) -> Tensors:
     """Features by name of images of a store as they are seen in their views (B, 5)."""
     parts: dict[str, list[Tensor]] = {name: [] for name in features}

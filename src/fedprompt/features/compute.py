@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fedprompt.backbones.vit import ViT
-from fedprompt.data.cache.pixel_store import ImageStore, normalise
 from fedprompt.errors import ConfigError, ContractError
+from fedprompt.features.item_store import ItemStore, as_input
 from fedprompt.modules.insertion import WITHOUT_BLOCKS
 
 MULTIPLE = 8  # of images in a pass
@@ -79,7 +79,7 @@ def block_input(backbone: ViT, block: int) -> Feature:
 
 
 def computed(
-    backbone: ViT, store: ImageStore, feature: Feature, indices: np.ndarray
+    backbone: ViT, store: ItemStore, feature: Feature, indices: np.ndarray
 ) -> Generator[tuple[np.ndarray, Tensor], None, None]:
     """Features of some images, part by part in their order. Images are decoded while earlier ones are computed."""
     on_cpu = backbone.device.type == "cpu"
@@ -93,8 +93,7 @@ def computed(
 
     def one_pass(pixels: np.ndarray) -> Tensor:
         with torch.no_grad():
-            images = normalise(pixels, backbone.mean, backbone.std, backbone.dtype, backbone.device)
-            return feature.compute(backbone.embed(images))
+            return feature.compute(backbone.embed(as_input(pixels, backbone)))
 
     passes = _in_threads(one_pass, decoded(), threads) if threads > 1 else ((p, one_pass(x)) for p, x in decoded())
     with closing(passes):

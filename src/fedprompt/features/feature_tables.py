@@ -25,12 +25,12 @@ from fedprompt.backbones.block import run_block
 from fedprompt.backbones.vit import ViT
 from fedprompt.backbones.weight_cache import code_digest, identity
 from fedprompt.config import EngineConfig
-from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.cache.prefetch import Background
 from fedprompt.data.sources.base import Source
 from fedprompt.features.augmentation import augmented_features
 from fedprompt.features.compute import Feature, block_input, computed, named
 from fedprompt.features.feature_rows import MEMORY, SUFFIX, FileRows, MemoryRows, Rows
+from fedprompt.features.item_store import ItemStore
 from fedprompt.tensors import Tensors
 
 RECIPE = 1  # raise it when the passes give other bits, so that old files are not used
@@ -51,6 +51,11 @@ class LoadedRows(dict[str, Tensor]):
         super().__init__(load(names))
         self._load = load
 
+    @classmethod
+    def at_hand(cls, rows: Tensors) -> LoadedRows:
+        """Rows that are there already, and no others."""
+        return cls(lambda names: {name: rows[name] for name in names}, tuple(rows))
+
     def __missing__(self, name: str) -> Tensor:
         self.update(self._load([name]))
         return self[name]
@@ -64,11 +69,12 @@ class FeatureTables:
     """
 
     def __init__(
-        self, source: Source, groups: np.ndarray, store: ImageStore, backbone: ViT, engine: EngineConfig | None = None
+        self, source: Source, groups: np.ndarray, store: ItemStore, backbone: ViT, engine: EngineConfig | None = None
     ) -> None:
         engine = engine or EngineConfig()
         self.source, self.store, self.backbone = source, store, backbone
         self._plain = replace(backbone, block=run_block)  # a compiled one rounds differently
+        self._dtype = torch.bfloat16 if engine.cache_dtype == "bfloat16" else backbone.dtype  # of what is stored
         self.labels = torch.from_numpy(np.asarray(source.labels, dtype=np.int64)).to(backbone.device)
         self._groups = groups
         self._memory, self._disk = int(engine.memory_gib * GIB), int(engine.disk_gib * GIB)
@@ -132,6 +138,10 @@ class FeatureTables:
         self.store.decode_ahead(wanted[lacking])
 
     def _rows(self, feature: Feature, indices: np.ndarray, alone: bool = False) -> Tensor:
+        """In the backbone's precision, and rounded to that of the store wherever they come from."""
+        return self._stored(feature, indices, alone).to(self.backbone.dtype)
+
+    def _stored(self, feature: Feature, indices: np.ndarray, alone: bool) -> Tensor:
         if not len(indices):
             return self._new_rows(feature).take(indices)
         kept = self._kept(feature)
@@ -195,7 +205,7 @@ class FeatureTables:
         return self._places[feature.name]
 
     def _find_places(self, feature: Feature) -> list[Rows]:
-        size = len(self._held) * feature.numbers * self.backbone.dtype.itemsize
+        size = len(self._held) * feature.numbers * self._dtype.itemsize
         key = self._key(feature)
         places: list[Rows] = []
         memory = MEMORY.rows(key, self._held, self._memory, self, lambda: self._new_rows(feature))
@@ -204,11 +214,11 @@ class FeatureTables:
         if size <= self._disk and not feature.cheap:
             path = self.store.cache / "features" / f"{key}{SUFFIX}"
             backbone, images = self.backbone, len(self.source)
-            places.append(FileRows(path, images, feature.shape, backbone.dtype, backbone.device, self._disk))
+            places.append(FileRows(path, images, feature.shape, self._dtype, backbone.device, self._disk))
         return places
 
     def _new_rows(self, feature: Feature) -> MemoryRows:
-        return MemoryRows(len(self.source), feature.shape, self.backbone.dtype, self.backbone.device)
+        return MemoryRows(len(self.source), feature.shape, self._dtype, self.backbone.device)
 
     @cached_property
     def _held(self) -> np.ndarray:
@@ -230,7 +240,8 @@ class FeatureTables:
     @cached_property
     def _ground(self) -> list[str]:
         backbone = self.backbone
-        return [identity(backbone), code_digest(), str(backbone.dtype), torch.__version__, _hardware(backbone.device)]
+        precision = str(backbone.dtype) if self._dtype == backbone.dtype else f"{backbone.dtype} as {self._dtype}"
+        return [identity(backbone), code_digest(), precision, torch.__version__, _hardware(backbone.device)]
 
 
 def _hardware(device: torch.device) -> str:

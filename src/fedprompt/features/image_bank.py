@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import EngineConfig
-from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.partition.manifest import Manifest
 from fedprompt.data.sources.open import Source
 from fedprompt.features.feature_tables import FeatureTables, LoadedRows, tokens_name
+from fedprompt.features.item_store import ItemStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Images:
         return self.tables.backbone
 
     @property
-    def store(self) -> ImageStore:
+    def store(self) -> ItemStore:
         return self.tables.store
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class ImageBank:
         self,
         source: Source,
         manifest: Manifest,
-        store: ImageStore,
+        store: ItemStore,
         backbone: ViT,
         engine: EngineConfig | None = None,
     ) -> None:
@@ -151,7 +151,7 @@ class CommonImages(ImageBank):
 
     @classmethod
     def of(
-        cls, source: Source, indices: np.ndarray, store: ImageStore, backbone: ViT, engine: EngineConfig
+        cls, source: Source, indices: np.ndarray, store: ItemStore, backbone: ViT, engine: EngineConfig
     ) -> CommonImages:
         """Some images of a source."""
         groups = np.full(len(source), -1, dtype=np.int64)

@@ -72,13 +72,16 @@ def weighted_mean(tensors: Sequence[Tensors], weights: Sequence[float], around: 
     """The weighted mean of each named tensor. Summed in double precision; the caller fixes the order of clients."""
     if not tensors:
         raise ContractError("aggregation must have at least one upload, got none")
-    result = {}
-    for name, first in tensors[0].items():
-        total = torch.zeros(first.shape, dtype=torch.float64)
-        for part, weight in zip(tensors, weights, strict=True):
-            total.add_(part[name].to("cpu", torch.float64), alpha=weight)
-        result[name] = total.to(first.dtype).to(first.device)
-    return result
+    names = list(tensors[0])
+    if not names:
+        return {}
+    totals = [torch.zeros(first.shape, dtype=torch.float64) for first in tensors[0].values()]
+    for part, weight in zip(tensors, weights, strict=True):
+        torch._foreach_add_(totals, [part[name].cpu() for name in names], alpha=weight)
+    return {
+        name: total.to(tensors[0][name].dtype).to(tensors[0][name].device)
+        for name, total in zip(names, totals, strict=True)
+    }
 
 
 @register_aggregator("median")

@@ -59,6 +59,7 @@ class Guard:
 
     def __init__(self, settings: GuardConfig, roles: Roles, private: bool = False) -> None:
         self._settings, self._roles, self._private = settings, roles, private
+        self._most = {when: self._most_bytes(when) for when in ("start", "round")}
 
     def admit(
         self,
@@ -162,6 +163,9 @@ class Guard:
 
     def most_bytes(self, when: str = "round") -> int:
         """The largest possible size of an honest message."""
+        return self._most[when]
+
+    def _most_bytes(self, when: str) -> int:
         if self._settings.max_bytes is not None:
             return self._settings.max_bytes
         shared = wire.size_in_bytes(self._roles.shared) if when == "round" else 0

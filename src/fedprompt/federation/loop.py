@@ -22,6 +22,7 @@ from fedprompt.federation.best_round import RoundChoice
 from fedprompt.federation.guard import Admitted, Guard
 from fedprompt.federation.observer import Observer
 from fedprompt.federation.phases import Clock
+from fedprompt.federation.staleness import decay, rebased
 from fedprompt.federation.stored_pool import StoredRows
 from fedprompt.federation.watch import Watch
 from fedprompt.metrics.accuracy import ClientResult, summarise
@@ -29,7 +30,7 @@ from fedprompt.privacy import mechanism
 from fedprompt.privacy.budget import Budget, Terms
 from fedprompt.privacy.server_noise import ServerNoise
 from fedprompt.runs.final_figures import final_figures, stored_test
-from fedprompt.runs.store import PRIVACY, REFUSED, UNTESTED, WARNING, Event, RoundRecord, RunReader, RunStore
+from fedprompt.runs.store import LATE, PRIVACY, REFUSED, UNTESTED, WARNING, Event, RoundRecord, RunReader, RunStore
 from fedprompt.tensors import Tensors
 
 AfterLastRound = Callable[
@@ -304,27 +305,32 @@ class Federation:
             self.observer.cohort(round, cohort)
             server = server.for_clients(cohort)
             with clock.phase("train"):
-                replies = self._train(round, cohort, self._downloads(server, sent, self._moving_clip()))
+                replies = self._train(server, round, cohort, self._downloads(server, sent, self._moving_clip()))
+            late = [reply.client for reply in replies if isinstance(reply, LocalUpdate) and reply.late]
             with clock.phase("guard"):
-                admitted = self._admit(replies, round, cohort, server)
-            events += _events(admitted)
+                admitted = self._admit(replies, round, [*cohort, *late], server)
+            events += [*_events(admitted), *_late_events(admitted, self.config.federation.staleness)]
             cohorts.append(cohort)
             if self._has_quorum(admitted, cohort):
                 accepted = {update.client for update in admitted.updates}
                 self.engine.discard({each.client for each in admitted.refused} - accepted)
                 return RoundUpdates(cohort, admitted, sum(sent.values()), tuple(events), cohorts)
-            self.engine.discard(cohort)
+            self.engine.discard([*cohort, *late])
             if attempt + 1 < attempts:
                 events.append(Event(None, "repeated", f"{admitted.answered(cohort)} of {len(cohort)} updates accepted"))
         events += [self.budget.round(cohorts, None)] if self.budget else []
         raise self._no_quorum(round, cohorts[-1], admitted, events)
 
-    def _train(self, round: int, cohort: Sequence[int], download: Download) -> list[LocalUpdate | Failure]:
-        """One update or failure of every client of the cohort, in the order in which they arrive."""
-        replies = []
+    def _train(
+        self, server: Server, round: int, cohort: Sequence[int], download: Download
+    ) -> list[LocalUpdate | Failure]:
+        """One update or failure of every client of the cohort, in the order in which they arrive; and late updates."""
+        replies: list[LocalUpdate | Failure] = []
         for reply in self.engine.train(round, cohort, download):
             if isinstance(reply, LocalUpdate):
                 self.observer.trained(round, reply)
+                if reply.late:
+                    reply = rebased(reply, self.method.download(self.world, server, reply.client))
             replies.append(reply)
         return replies
 
@@ -337,7 +343,7 @@ class Federation:
         """Raise if the aggregate of finite updates is not finite."""
         rows = {f"of client {client} in the pool": row for client, row in server.pool.pending.items()}
         for name, tensor in {**server.shared, **server.own, **rows}.items():
-            if not tensor.isfinite().all():
+            if not wire.is_finite(tensor):
                 raise DivergenceError(f"server tensor {name!r} after round {round} must be finite, got NaN or infinity")
         return server
 
@@ -393,13 +399,23 @@ class Federation:
     def _downloads(self, server: Server, sent: dict[int, int] | None = None, clip: float | None = None) -> Download:
         """The audited download of each client, with `clip` if given; its bytes are added to `sent`."""
 
+        before: tuple[Tensors, Tensors, int] | None = None  # what was asked for last, what became of it, and its bytes
+
         def download(client: int) -> Tensors:
-            tensors = dict(self.method.download(self.world, server, client))
+            nonlocal before
+            asked = self.method.download(self.world, server, client)
+            if before is None or asked is not before[0]:
+                found = audited(asked, client)
+                before = asked, found, wire.size_in_bytes(found)
+            if sent is not None:
+                sent[client] = sent.get(client, 0) + before[2]
+            return dict(before[1])
+
+        def audited(asked: Tensors, client: int) -> Tensors:
+            tensors = dict(asked)
             if clip is not None:
                 tensors[mechanism.CLIP] = torch.tensor(clip, dtype=torch.float64)
             wire.audit_download(tensors, self.world.roles, self.world.client_names[client])
-            if sent is not None:
-                sent[client] = sent.get(client, 0) + wire.size_in_bytes(tensors)
             return {name: tensor.detach() for name, tensor in tensors.items()}
 
         return download
@@ -412,10 +428,11 @@ class Federation:
             return [], []
         believed, capped = self.guard.weights(replies)
         uniform = self.method.weighs_evenly or self.config.federation.weighting == "uniform"
-        weights = shares([1.0] * len(replies) if uniform else believed)
+        kept = [decay(self.config.federation.staleness, reply.late) for reply in replies]
+        weights = shares([(1.0 if uniform else images) * share for images, share in zip(believed, kept, strict=True)])
         uploads = [
-            Upload(reply.client, self.guard.counted_as(reply.upload, images / reply.samples, when), weight)
-            for reply, images, weight in zip(replies, believed, weights, strict=True)
+            Upload(reply.client, self.guard.counted_as(reply.upload, images / reply.samples * share, when), weight)
+            for reply, images, share, weight in zip(replies, believed, kept, weights, strict=True)
         ]
         return uploads, capped
 
@@ -430,8 +447,12 @@ class Federation:
     ) -> Server:
         """The server after the round was written; rows of the pool are from then on read from the run file."""
         evaluations = {client: results[client].to_json() for client in sorted(results)}
+        notes = getattr(self.engine, "take_notes", list)()  # an engine of another package may have none
+        events = [*events, *(Event(None, WARNING, f"memory: {text}") for text in notes)]
         shared, own, change = wire.encode(server.shared), wire.encode(server.own), self.pool_rows.change(server.pool)
         self.store.commit(record, shared, own, self.engine.take_states(), evaluations, events, change)
+        for text in notes:
+            self.observer.warned(record.round, text)
         return replace(server, pool=self.pool_rows.committed(server.pool))
 
     def _placed(self, tensors: Tensors) -> Tensors:
@@ -454,6 +475,19 @@ def _events(admitted: Admitted) -> list[Event]:
     """Refused clients, for the run file."""
     return [
         Event(each.client, REFUSED, json.dumps({"rule": each.rule, "value": each.value})) for each in admitted.refused
+    ]
+
+
+def _late_events(admitted: Admitted, staleness: float) -> list[Event]:
+    """Updates that came after their round and count in this one, for the run file."""
+    return [
+        Event(
+            each.client,
+            LATE,
+            f"{each.late} round{'s' * (each.late > 1)} late: counts with {decay(staleness, each.late):.3g} of its weight",
+        )
+        for each in admitted.updates
+        if each.late
     ]
 
 

@@ -22,6 +22,7 @@ from fedprompt.data.sources.open import open_source
 from fedprompt.data.sources.subset import Selection
 from fedprompt.engines.remote.node_state import MOST_BYTES
 from fedprompt.errors import ConfigError, DataError, RunError, StorageError, broken
+from fedprompt.inference.in_memory_images import blank
 from fedprompt.inference.loaded_run import LoadedRun
 from fedprompt.inference.trained_client import TrainedClient
 from fedprompt.io.bounded_read import read_bytes, read_json
@@ -167,9 +168,8 @@ def _ground(opened: LoadedRun) -> dict[str, Any]:
 
 def _try(client: TrainedClient, folder: Path) -> None:
     """Raise if the method cannot predict with the tensors; tested on a blank image."""
-    side = client.backbone.shape.image_size
     try:
-        client.predict(np.zeros((1, side, side, 3), dtype=np.uint8))
+        client.predict(blank(client.backbone))
     except (KeyError, IndexError, RuntimeError, ValueError, TypeError) as error:
         what = f"adapted client {str(folder)!r} must hold the tensors {client.config.label} predicts with"
         raise RunError(f"{what}: {type(error).__name__}: {error}") from error

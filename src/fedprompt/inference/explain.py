@@ -20,6 +20,7 @@ from fedprompt.core.method import Batch, Mixture, Seen, probabilities
 from fedprompt.data.cache.pixel_store import normalise
 from fedprompt.errors import ConfigError, DivergenceError, argument, broken
 from fedprompt.inference.attention_maps import Attention, Watched, watch, watch_plain
+from fedprompt.inference.in_memory_images import require_images
 from fedprompt.inference.trained_client import Picture, TrainedClient
 from fedprompt.methods.bases.with_text import similarity
 from fedprompt.tensors import Tensors
@@ -173,6 +174,7 @@ def explain(client: TrainedClient, picture: Picture, block: str | int = LAST, la
 
     `label` is the right class; when not given, the folder of an image file counts if it has the name of a class.
     """
+    require_images(client.backbone, "an explanation")
     number, right = _block(block, client.backbone.depth), _label(label, picture, client.world.class_names)
     pixels = client.pixels([picture])
     backbone, world = client.backbone, client.world

@@ -31,6 +31,7 @@ from fedprompt.backbones.vit import ViT
 from fedprompt.errors import ConfigError, DataError, RunError, StorageError, argument, broken
 from fedprompt.inference import load_client
 from fedprompt.inference.exported_client import CARD, FORMAT
+from fedprompt.inference.in_memory_images import require_images
 from fedprompt.inference.model_card import facts, readme
 from fedprompt.inference.static_prompts import SAME, Agreement, Constant, constant, projection_of
 from fedprompt.inference.trained_client import TrainedClient
@@ -51,6 +52,7 @@ def export(
     A model that needs fedprompt is refused, unless `approximate` allows an approximation.
     """
     _require_new(folder)
+    require_images(client.backbone, "an export")
     fixed, agreement = measured(client)
     exact = not fixed.replaced and agreement.largest_difference <= SAME
     if not exact and not approximate:

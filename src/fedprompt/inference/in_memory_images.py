@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedprompt.backbones.sentence_encoder import SentenceEncoder
 from fedprompt.backbones.vit import ViT
 from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.sources.base import NO_DOMAINS, Source
-from fedprompt.errors import DataError, broken
+from fedprompt.errors import ConfigError, DataError, broken
 from fedprompt.features.compute import Feature, computed
 from fedprompt.features.feature_tables import FeatureTables
 from fedprompt.features.image_bank import Images
@@ -58,10 +59,28 @@ class GivenFeatures(FeatureTables):
         return self._found[feature.name][torch.from_numpy(indices).to(self.backbone.device)]
 
 
-def as_images(pixels: np.ndarray, backbone: ViT) -> Images:
-    """Pixels (B, S, S, 3) uint8 of the backbone's size as a client's images."""
+def require_images(backbone: ViT, what: str) -> None:
+    """Raise where the backbone reads sentences."""
+    if isinstance(backbone, SentenceEncoder):
+        raise ConfigError(broken("backbone.name", f"be a backbone of images for {what}", backbone.name))
+
+
+def blank(backbone: ViT) -> np.ndarray:
+    """One black image, or one sentence without words."""
+    if isinstance(backbone, SentenceEncoder):
+        return backbone.ids("")[None]
     side = backbone.shape.image_size
-    if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1:] != (side, side, 3) or not len(pixels):
+    return np.zeros((1, side, side, 3), dtype=np.uint8)
+
+
+def as_images(pixels: np.ndarray, backbone: ViT) -> Images:
+    """Pixels (B, S, S, 3) uint8 of the backbone's size as a client's images; of sentences, token numbers (B, T) int32."""
+    side = backbone.shape.image_size
+    if isinstance(backbone, SentenceEncoder):
+        if pixels.dtype != np.int32 or pixels.shape[1:] != (backbone.shape.max_tokens,) or not len(pixels):
+            rule = f"be int32 of shape (sentences, {backbone.shape.max_tokens}), one sentence at least"
+            raise DataError(broken("tokens", rule, f"{pixels.dtype} of {pixels.shape}"))
+    elif pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1:] != (side, side, 3) or not len(pixels):
         rule = f"be uint8 of shape (images, {side}, {side}, 3), one image at least"
         raise DataError(broken("pixels", rule, f"{pixels.dtype} of {pixels.shape}"))
     return Images.of(GivenFeatures(pixels, backbone), np.arange(len(pixels)))

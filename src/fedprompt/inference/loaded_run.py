@@ -21,12 +21,12 @@ from fedprompt.client.stored_settings import require_images, require_weights, se
 from fedprompt.config import Config
 from fedprompt.core import wire
 from fedprompt.core.method import Method, Server, World
-from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.sources.base import Source
 from fedprompt.data.sources.open import open_source
 from fedprompt.engines.remote.node_state import KEPT_AS, MOST_BYTES, SUFFIX, number_of_run, stored_state
 from fedprompt.errors import BackboneError, ConfigError, DataError, RunError, argument, broken, did_you_mean, same_name
 from fedprompt.features.image_bank import CommonImages, ImageBank
+from fedprompt.features.item_store import open_store
 from fedprompt.federation.best_round import kept_round
 from fedprompt.federation.stored_pool import open_pool
 from fedprompt.inference.lazy_client import LazyBank, LazyRuntime
@@ -131,8 +131,7 @@ class LoadedRun:
             return self.factory.bank(source, manifest, self.backbone)
 
         def given(source: Source) -> ImageBank:
-            size, cache = self.backbone.shape.image_size, self.factory.cache
-            store = ImageStore(source, size, self.config.data.resize, cache)
+            store = open_store(source, self.backbone, self.config.data.resize, self.factory.cache)
             return CommonImages.of(source, np.arange(len(source)), store, self.backbone, self.config.engine)
 
         return LazyBank(self.backbone, own if labelled is None else lambda: given(labelled))

@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.backbones.dual_encoder import DualEncoder
+from fedprompt.backbones.layers import ADAPTER
 from fedprompt.backbones.vit import ATTENTION, ViT
 from fedprompt.client.step import encode_text, first_block, inserted
 from fedprompt.core.method import Batch, Prompts, Seen
 from fedprompt.errors import ConfigError
 from fedprompt.features.image_bank import Images
 from fedprompt.inference.trained_client import TrainedClient
+from fedprompt.modules.contexts import TextContext
 from fedprompt.modules.insertion import VisionPrompt
 from fedprompt.tensors import Tensors
 
@@ -76,11 +78,22 @@ def constant(client: TrainedClient, reference: np.ndarray) -> Constant:
             f"{client.config.label} cannot be exported: it reads {read} of the backbone and weights them differently for every image, "
             "which a fixed classifier cannot do; use `fedprompt predict`"
         )
+    if client.method.mixes_passes:
+        raise ConfigError(
+            f"{client.config.label} cannot be exported: it joins several passes over every image, which a folder with one set of "
+            "prompts cannot do; use `fedprompt predict`"
+        )
     with torch.no_grad():
         plans = [_plan(client, part) for part in _parts(client, reference)]
+        if any(ADAPTER in name for name in plans[0].given.weights):
+            raise ConfigError(
+                f"{client.config.label} cannot be exported: it has adapters beside the blocks of the image tower, which "
+                "`transformers` has not; use `fedprompt predict`"
+            )
         slots, varies = _mean_slots([plan.given for plan in plans])
-        replaced = [f"prompts are the mean over {len(reference)} images of the client"] if varies else []
         first = plans[0]
+        varies = varies or any(context.per_image for context in first.given.text.values())
+        replaced = [f"prompts are the mean over {len(reference)} images of the client"] if varies else []
         fixed = Constant(slots, first.given.weights, reads, torch.empty(0), torch.empty(0), ())
         features = torch.cat([fixed.feature(plan.images, torch.arange(len(plan.images))) for plan in plans])
         read_out = _read_out(client, plans, fixed.slots)
@@ -140,11 +153,20 @@ def _mean_slots(plans: list[Prompts]) -> tuple[tuple[VisionPrompt, ...], bool]:
     return tuple(found), varies
 
 
+def _mean_context(same: list[TextContext]) -> TextContext:
+    """The context of all images: of contexts per image the mean."""
+    if not same[0].per_image:
+        return same[0]
+    return replace(same[0], tokens=torch.cat([each.tokens for each in same]).mean(0), per_image=False)
+
+
 def _read_out(client: TrainedClient, plans: list[_Plan], slots: tuple[VisionPrompt, ...]) -> Callable[[Tensor], Tensor]:
     """Logits (N, C) as a function of features (N, F), with everything else at its mean over the reference images."""
     method, world, given, batch = client.method, client.world, plans[0].given, plans[0].batch
-    contexts = {name: context.tokens.unsqueeze(0) for name, context in given.text.items()}
-    text = {name: features[0] for name, features in encode_text(world, given.text, contexts).items()}
+    fixed = {name: _mean_context([plan.given.text[name] for plan in plans]) for name in given.text}
+    contexts = {name: context.tokens.unsqueeze(0) for name, context in fixed.items()}
+    text = {name: features[0] for name, features in encode_text(world, fixed, contexts, given.text_weights).items()}
+    by_image = {name for name, context in given.text.items() if context.per_image}
     extras = [{name: _by_image(value, plan) for name, value in plan.given.extra.items()} for plan in plans]
     means = {name: torch.cat([each[name] for each in extras]).mean(0) for name in given.extra}
     needed = {name: torch.cat([plan.batch.features[name] for plan in plans]).mean(0) for name in method.needs}
@@ -159,7 +181,8 @@ def _read_out(client: TrainedClient, plans: list[_Plan], slots: tuple[VisionProm
         everyone = {name: value.expand(count, *value.shape) for name, value in needed.items()}
         if untouched:
             everyone |= {name: rows[name] for name in everyone if name in rows}
-        seen = Seen(**rows, text=text, extra={name: value.expand(count, *value.shape) for name, value in means.items()})
+        said = {name: each.expand(count, *each.shape) if name in by_image else each for name, each in text.items()}
+        seen = Seen(**rows, text=said, extra={name: value.expand(count, *value.shape) for name, value in means.items()})
         expanded = replace(batch, labels=batch.labels[:1].expand(count), features=everyone)
         return method.logits(world, client.params, seen, expanded, {})
 

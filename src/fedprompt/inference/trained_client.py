@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from fedprompt.backbones.sentence_encoder import SentenceEncoder
 from fedprompt.backbones.vit import ViT
 from fedprompt.client.step import forward, make_batch
 from fedprompt.config import Config
@@ -206,7 +207,7 @@ class TrainedClient:
 
     def predict(self, pictures: Picture | Sequence[Picture], generator: Stream | None = None) -> Prediction:
         """The client's predictions for one picture or several (files, images, arrays), or for pixels (B, S, S, 3) of the
-        backbone's size.
+        backbone's size. If the backbone reads sentences: for one text or several.
 
         Random draws of a Bayesian prompt come from `generator`; a new one of `stream()` unless given. The client's test
         images in their order give exactly the numbers of the run's evaluation.
@@ -228,7 +229,9 @@ class TrainedClient:
         return Prediction(found, self.class_names)
 
     def pixels(self, pictures: Iterable[Picture]) -> np.ndarray:
-        """Pictures as pixels (B, S, S, 3) uint8, resized as in the run."""
+        """Pictures as pixels (B, S, S, 3) uint8, resized as in the run; sentences as token numbers (B, T)."""
+        if isinstance(self.backbone, SentenceEncoder):
+            return np.stack([self.backbone.ids(text(picture)) for picture in pictures])
         size, resize = self.backbone.shape.image_size, self.config.data.resize
         found = [resized(decoded(picture), size, resize) for picture in pictures]
         return np.stack(found) if found else np.empty((0, size, size, 3), dtype=np.uint8)
@@ -264,12 +267,19 @@ class TrainedClient:
 
 
 def is_pixels(pictures: Picture | Sequence[Picture]) -> TypeGuard[np.ndarray]:
-    """Whether these are several images as one array."""
-    return isinstance(pictures, np.ndarray) and pictures.ndim == 4
+    """Whether these are several images as one array, or several sentences as token numbers."""
+    return isinstance(pictures, np.ndarray) and pictures.ndim in (2, 4)
 
 
 def as_list(pictures: Picture | Sequence[Picture]) -> Sequence[Picture]:
     return [pictures] if isinstance(pictures, str | Path | Image.Image | np.ndarray) else pictures
+
+
+def text(sentence: object) -> str:
+    """A sentence to classify."""
+    if not isinstance(sentence, str) or not sentence.strip():
+        raise DataError(broken("sentence", "be a text: the backbone reads sentences", sentence))
+    return sentence
 
 
 def decoded(picture: Picture) -> Image.Image:

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from fedprompt.io.files import open_plain
+from fedprompt.io.files import BINARY, open_plain
 
 NAME = ".key"
 BYTES = 32
@@ -70,7 +70,7 @@ def require_own(status: os.stat_result, path: Path) -> None:
 def _make(path: Path) -> None:
     """A new secret, whole or not at all; of several processes that make one, the first one's stays."""
     temporary = path.with_name(f"{NAME}.{secrets.token_hex(8)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o600)
     try:
         try:
             os.write(handle, secrets.token_bytes(BYTES))

@@ -14,6 +14,8 @@ import platformdirs
 
 from fedprompt.errors import StorageError
 
+BINARY = getattr(os, "O_BINARY", 0)  # Windows changes line ends in what is opened without it
+
 
 def cache_directory(configured: str | None = None) -> Path:
     """Where assets and features live: the configured folder, else $FEDPROMPT_CACHE, else the user cache directory."""
@@ -35,7 +37,9 @@ def open_plain(path: Path, flags: int, mode: int = 0o644) -> int:
     unfollowed = getattr(os, "O_NOFOLLOW", None)
     if unfollowed is None and path.is_symlink():  # a system without the flag: the next best thing
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    handle = os.open(path, flags | (unfollowed or 0) | getattr(os, "O_NONBLOCK", 0), mode)
+    if not hasattr(os, "O_NONBLOCK") and path.exists() and not path.is_file():  # opening a pipe would wait
+        raise OSError(errno.EINVAL, "is no plain file", str(path))
+    handle = os.open(path, flags | (unfollowed or 0) | getattr(os, "O_NONBLOCK", 0) | BINARY, mode)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "is no plain file", str(path))

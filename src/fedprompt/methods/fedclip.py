@@ -40,8 +40,7 @@ from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Client, Method, Seen, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
-from fedprompt.errors import ConfigError, broken
-from fedprompt.methods.bases.with_text import precise, similarity
+from fedprompt.methods.bases.with_text import check_words, precise, similarity
 from fedprompt.modules.init import linear_layer
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, stripped
@@ -68,8 +67,7 @@ class FedCLIP(Method):
         return ("image_raw",)
 
     def check(self, world: World, train: TrainConfig) -> None:
-        if not len(world.text.words(self.words)):
-            raise ConfigError(broken("method.words", "have at least one token", self.words))
+        check_words(world, "words", self.words)
 
     def init(self, world: World, generator: Stream) -> Roles:
         width = world.text.features

@@ -27,11 +27,10 @@ from fedprompt.core.registry import register
 from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.methods.bases.with_local import WithLocalContext
 from fedprompt.methods.bases.with_text import precise
+from fedprompt.modules.contexts import APART
 from fedprompt.modules.optimal_transport import transport_plan
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
-
-APART = 0.002  # a tenth of the deviation of contexts that start at random
 
 
 @register("fedotp")

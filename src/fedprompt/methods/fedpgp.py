@@ -28,9 +28,8 @@ from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Client, Prompts, Seen, World
 from fedprompt.core.registry import register
 from fedprompt.core.search_space import FloatRange, SearchSpace
-from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_local import WithLocal
-from fedprompt.methods.bases.with_text import similarity
+from fedprompt.methods.bases.with_text import check_words, similarity
 from fedprompt.modules.contexts import STANDARD_DEVIATION
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
@@ -59,8 +58,7 @@ class FedPGP(WithLocal):
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
-        if not len(world.text.words(self.anchor_words)):
-            raise ConfigError(broken("method.anchor_words", "have at least one token", self.anchor_words))
+        check_words(world, "anchor_words", self.anchor_words)
 
     def own(self, world: World, context: Tensor, generator: Stream) -> Tensors:
         *several, tokens, width = context.shape

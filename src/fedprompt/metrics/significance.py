@@ -76,16 +76,25 @@ def _drawn_means(values: np.ndarray, generator: np.random.Generator, draws: int)
 
 
 def t_quantile(degrees: float) -> float:
-    """The 97.5 % quantile of Student's t, to 3 % from two degrees of freedom on, to 0.3 % from four (Abramowitz and Stegun, 26.7.5)."""
-    z, terms = (
-        Z,
-        (
-            (Z**3 + Z) / 4,
-            (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
-            (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
-        ),
-    )
-    return float(z + sum(term / degrees**power for power, term in enumerate(terms, start=1)))
+    """The 97.5 % quantile of Student's t. With t = sqrt(n) tan(a) its density is that of cos(a)^(n - 1), which is summed; for
+    many degrees of freedom it is a series (Abramowitz and Stegun, 26.7.5).
+    """
+    if degrees > 200:
+        first, second = (Z**3 + Z) / 4, (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
+        return float(Z + first / degrees + second / degrees**2)
+    angles = np.linspace(0, math.pi / 2, 20_001)
+    density = np.cos(angles).clip(0) ** (degrees - 1)
+    below = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
+    return float(math.sqrt(degrees) * math.tan(np.interp(LEVEL, below / below[-1], angles)))
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """Student's interval of the mean of repetitions; None for a single one."""
+    if len(values) < 2:
+        return None
+    mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    reach = t_quantile(len(values) - 1) * error
+    return Interval(mean, mean - reach, mean + reach)
 
 
 def sign_test(ahead: int, behind: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,14 +14,17 @@ from fedprompt.random_streams import Stream
 Position = Literal["end", "middle", "front"]  # where the class name stands: behind the context, inside it, before it
 
 STANDARD_DEVIATION = 0.02  # of a random context
+APART = 0.002  # of contexts that begin beside the same words: a tenth of it
 
 
 @dataclass(frozen=True)
 class TextContext:
-    """Tokens that stand with every class name, the same for all classes or one set per class."""
+    """Tokens that stand with every class name: the same for all classes, one set per class, or one set per image."""
 
-    tokens: Tensor  # (m, d), or (C, m, d) per class
+    tokens: Tensor  # (m, d), (C, m, d) per class, or (B, m, d) per image
     position: Position = "end"
+    per_image: bool = False
+    """The first axis of the tokens is that of the images; the text features are then (B, C, D)."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,12 @@ class Language:
     encode_names: Callable[[], Tensor] = lambda: torch.empty(0)
     """Unit vectors (C, D) of the bare class names, without a context and without the full stop."""
     bias: float = 0.0
+    encode_unstored: Callable[[Tensor, Position, Mapping[str, Tensor]], Tensor] | None = None
+    """As `encode`, for contexts that never come again, by a tower with such changes of its weights; `None` where there are
+    no names to encode.
+    """
+    depth: int = 0
+    """Blocks of the text tower."""
 
     def encode_words(self, words: str) -> Tensor:
         """Unit vectors (C, D) of all classes behind some plain words, such as "a photo of a"."""

@@ -6,18 +6,33 @@ import datetime
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import combinations
+from typing import Any, TypeVar
 
 from fedprompt.backbones.image_sizes import with_image_size
 from fedprompt.config import NO_RESULT, Config, config_files
 from fedprompt.core import registry
 from fedprompt.papers import provenance
-from fedprompt.papers.paper_configs import Experiment
+from fedprompt.papers.paper_configs import Experiment, find
 from fedprompt.papers.published_numbers import SOURCE, Published
-from fedprompt.papers.result_file import Backbone, Cell, Column, Data, Figure, OneRun, Result, Row, domain_key
+from fedprompt.papers.result_file import (
+    DIAGNOSTIC,
+    INFORMATION,
+    Backbone,
+    Cell,
+    Column,
+    Data,
+    Figure,
+    OneRun,
+    Pair,
+    Result,
+    Row,
+    domain_key,
+)
 from fedprompt.papers.setting_differences import differences, method_differences, not_run
 from fedprompt.papers.table_layout import Place, places, source_name, varied
 from fedprompt.report.comparison_table import figures, spread
+from fedprompt.report.paired_differences import Paired, Rights, pair, rights
 from fedprompt.runs.families import Settings, flatten
 from fedprompt.runs.novel_figures import stored_figures
 from fedprompt.runs.run import Run
@@ -52,6 +67,15 @@ class Request:
     def _overrides(self) -> list[str]:
         return [*([f"{config_files.SCALE}{self.scale}"] if self.scale else []), *self.overrides]
 
+    def to_json(self) -> dict[str, object]:
+        """For another process in the same folder."""
+        path = str(self.experiment.path)
+        return {"name": path, "scale": self.scale, "overrides": list(self.overrides), "seeds": list(self.seeds)}
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Request:
+        return cls(find(values["name"]), values["scale"], tuple(values["overrides"]), tuple(values["seeds"]))
+
     def papers_grid(self) -> list[Settings]:
         """The settings at the paper's own size."""
         return [settings_of(registry.completed(config)) for config in config_files.load(self.experiment.path)]
@@ -66,6 +90,7 @@ class Outcome:
     data: Data | None = None
     backbone: Backbone | None = None
     versions: dict[str, str] | None = None
+    rights: Rights | None = None
 
 
 def is_finished(config: Config) -> bool:
@@ -73,7 +98,7 @@ def is_finished(config: Config) -> bool:
     if not (config.run_directory / FILE).exists():
         return False
     with closing(Run(config.run_directory)) as run:
-        tested = not config.data.novel or stored_figures(run.reader) is not None
+        tested = not config.data.tests_names or stored_figures(run.reader) is not None
         return run.config.digest() == config.digest() and run.finished and tested
 
 
@@ -81,14 +106,17 @@ def recorded(config: Config, checksums: dict[str, str | None]) -> Outcome:
     """The result of the finished run of a config; `checksums` caches data files that were read already."""
     with closing(Run(config.run_directory)) as run:
         rounds = run.rounds()[-1].round
-        numbers = {key: value for key, value in figures(run).items() if value is not None}
-        domains = run.summary().get("domains", {})
+        summary = run.summary()
+        found = {**figures(run), INFORMATION: summary.get(INFORMATION)}
+        numbers = {key: value for key, value in found.items() if value is not None}
+        domains = summary.get("domains", {})
         numbers |= {domain_key(name): value for name, value in domains.items() if len(domains) > 1}
+        numbers |= {f"{DIAGNOSTIC}{name}": value for name, value in summary.get("diagnostics", {}).items()}
         one = OneRun(
             name=run.name, seed=config.seed, hash=config.digest(), status="finished", rounds=rounds, figures=numbers
         )
         data, backbone = provenance.data_of(run, checksums), provenance.backbone_of(run)
-        return Outcome(config, one, data, backbone, provenance.versions_of(run))
+        return Outcome(config, one, data, backbone, provenance.versions_of(run), rights(run))
 
 
 def failed(config: Config, error: Exception) -> Outcome:
@@ -155,6 +183,7 @@ def assemble(request: Request, published: Published, outcomes: Sequence[Outcome]
         rows=_rows(where, grid, published),
         columns=_columns(where, published),
         cells=[*cells, *_only_the_papers(cells, published)],
+        pairs=_pairs(cells, list(by_family.values()), [settings.get(HEAD) for settings in grid]),
     )
 
 
@@ -176,6 +205,38 @@ def cell_of(place: Place, family: str, settings: Settings, runs: list[OneRun], p
         figures={key: Figure(mean=value.mean, std=value.std) for key, value in over_seeds.items() if value},
         runs=runs,
         paper=paper,
+    )
+
+
+def _pairs(cells: Sequence[Cell], groups: Sequence[Sequence[Outcome]], heads: Sequence[object]) -> list[Pair]:
+    """Every two rows of a column with the same kind of head. Cells with seeds of earlier commands are left out: of those
+    seeds only the figures are known.
+    """
+    known = []
+    for cell, group, head in zip(cells, groups, heads, strict=True):
+        by_seed = {each.run.seed: each.rights for each in group if each.rights is not None}
+        if by_seed and set(by_seed) == set(cell.seeds):
+            known.append((cell, by_seed, head))
+    found = []
+    for (one, ours, head), (other, theirs, others_head) in combinations(known, 2):
+        if one.column == other.column and head == others_head:
+            paired = pair(one.row, other.row, ours, theirs)
+            found += [] if paired is None else [stored_pair(one.column, paired)]
+    return found
+
+
+def stored_pair(column: str, found: Paired) -> Pair:
+    return Pair(
+        column=column,
+        row=found.label,
+        against=found.against,
+        difference=found.estimate,
+        low=None if found.interval is None else found.interval.low,
+        high=None if found.interval is None else found.interval.high,
+        drawn=found.drawn,
+        seeds=found.seeds,
+        better=found.gained,
+        worse=found.lost,
     )
 
 

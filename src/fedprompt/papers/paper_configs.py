@@ -1,4 +1,4 @@
-"""The tables and their configs: `pfedbayespt/table1` is papers/pfedbayespt/table1.yaml in this package."""
+"""The tables and their configs: `pfedbayespt/table1` is configs/papers/pfedbayespt/table1.yaml."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedprompt.config import config_files
+from fedprompt.config.shipped_configs import FOLDER, headline, located
 from fedprompt.errors import ConfigError, broken, did_you_mean
 
-HERE = Path(__file__).parent
-FOR_EDITORS = "# yaml-language-server:"  # names the schema of the file
+TABLES = FOLDER / "papers"
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,8 @@ class Experiment:
 
     @property
     def header(self) -> str:
-        """The first line of the comment the file begins with, or nothing. A word to editors before it does not count."""
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        first = next((line for line in lines if not line.startswith(FOR_EDITORS)), "")
-        return first.lstrip("# ").strip() if first.startswith("#") else ""
+        """The first line of the comment the file begins with, or nothing."""
+        return headline(self.path)
 
     @property
     def title(self) -> str:
@@ -46,7 +44,7 @@ class Experiment:
 
 def experiments() -> list[Experiment]:
     """All experiments in this package."""
-    return [Experiment(f"{path.parent.name}/{path.stem}", path) for path in sorted(HERE.glob("*/*.yaml"))]
+    return [Experiment(f"{path.parent.name}/{path.stem}", path) for path in sorted(TABLES.glob("*/*.yaml"))]
 
 
 def find(name: str) -> Experiment:
@@ -54,7 +52,7 @@ def find(name: str) -> Experiment:
     known = {each.name: each for each in experiments()}
     if name in known:
         return known[name]
-    path = Path(name)
+    path = located(name)
     if path.suffix in (".yaml", ".yml"):
         inside = [each for each in known.values() if path.exists() and each.path.samefile(path)]
         config_files.read(path)  # raises where there is none

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedprompt.errors import StorageError
 from fedprompt.io.files import file_sha256
+from fedprompt.io.memory_size import memory_bytes
 from fedprompt.papers.result_file import Backbone, Data
 from fedprompt.runs.run import Run
 
@@ -21,7 +22,7 @@ def hardware() -> dict[str, Any]:
         "cpu": _processor(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": memory_bytes(),
     }
 
 

@@ -20,6 +20,8 @@ from fedprompt.io.files import write_atomically
 FORMAT = "fedprompt-results-1"
 MOST_BYTES = 16 * 2**20
 DOMAIN = "domain:"  # what the keys of figures of single domains begin with
+DIAGNOSTIC = "diagnostic:"  # of figures that a method says of itself
+INFORMATION = "mutual_information"  # between a prediction and its draws, a mean over images
 
 
 class Part(BaseModel):
@@ -65,6 +67,25 @@ class Cell(Part):
     runs: list[OneRun] | None = None
     """None if single seeds were not recorded."""
     paper: dict[str, Figure] = {}
+
+
+class Pair(Part):
+    """How far one row is ahead of another in a column: the difference of Averages, over the same seeds."""
+
+    column: str
+    row: str
+    against: str
+    difference: float
+    """Negative where the row is behind."""
+    low: float | None = None
+    """Of the 95 % interval; None where there is too little for one."""
+    high: float | None = None
+    drawn: Literal["clients", "images", "seeds"]
+    """What the interval is over."""
+    seeds: int
+    better: int | None = None
+    """Images that only this row answers correctly; None where runs do not say."""
+    worse: int | None = None
 
 
 class Row(Part):
@@ -139,6 +160,8 @@ class Result(Part):
     rows: list[Row]
     columns: list[Column]
     cells: list[Cell]
+    pairs: list[Pair] = []
+    """Every two rows of a column with the same kind of head."""
     details: Any = Field(default=None)
     """Other measurements, as printed."""
 

@@ -16,8 +16,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedprompt.io.safe_text import safe_line
-from fedprompt.papers.result_file import DOMAIN, Cell, Column, Figure, Result, file_of, load, load_all
+from fedprompt.papers.result_file import (
+    DIAGNOSTIC,
+    DOMAIN,
+    INFORMATION,
+    Cell,
+    Column,
+    Figure,
+    Result,
+    file_of,
+    load,
+    load_all,
+)
+from fedprompt.papers.row_order import AVERAGE, LEVEL, REVERSED, Ranked, counted, ranked, sentence
 from fedprompt.report.comparison_table import format_bytes
+from fedprompt.report.paired_table import points
 from fedprompt.report.table_formats import markdown_escape
 
 if TYPE_CHECKING:
@@ -36,19 +49,29 @@ TITLES = {
     "novel": "Novel",
     "hm": "HM",
 }
+CONTROLS = {
+    f"{DIAGNOSTIC}instance.accuracy": "as they are",
+    f"{DIAGNOSTIC}instance.accuracy_mean_prompt": "their mean over images",
+    f"{DIAGNOSTIC}instance.accuracy_other_prompt": "those of another image",
+    f"{DIAGNOSTIC}instance.attention": "attention of CLS to them",
+}
 PLAIN = ("server_auc", "insider_auc")  # figures that are no shares
 SPREADS = ("spread",)  # in whole points
+MOST_LEVEL = 10  # level pairs that a table of orders lists
 
 HEAD = """# Results
 
 <!-- Written by `fedprompt reproduce --page docs/results.md` from the JSON files in benchmarks/accuracy: change those, not this page. -->
-
-Numbers we measured, with the commands that made them. They are small on purpose: two CPU cores, minutes. What they say, and where and why
-our order differs from the papers': [discussion](discussion.md). How to make them again: [reproduce](reproduce.md).
 """
+ABOUT = (
+    "Numbers we measured, with the commands that made them. They are small on purpose: two CPU cores, minutes. Which orders of "
+    "the papers they confirm: [what holds and what does not](what_holds.md). What they say, and where and why our order "
+    "differs: [discussion](discussion.md). How to make them again: [reproduce](reproduce.md)."
+)
 READING = (
     "Accuracies in per cent, mean ± sample standard deviation over seeds, the best of ours in bold. "
-    "*Average* is the mean over clients, *Worst Local* the client with the lowest accuracy."
+    "*Average* is the mean over clients, *Worst Local* the client with the lowest accuracy. "
+    "Two rows that a paper ranks are **kept**, **level** or **reversed** here: see [the rule](what_holds.md#how-a-pair-is-judged)."
 )
 
 
@@ -87,7 +110,7 @@ def tables(result: Result) -> list[Table]:
     """
     if result.kind == "reproduction":
         keys = [key for key in ("average", "worst") if any(key in {**c.figures, **c.paper} for c in result.cells)]
-        return [*(_beside(result, key) for key in keys), *_domains_beside(result)]
+        return [*(_beside(result, key) for key in keys), *_domains_beside(result), *_controls(result)]
     winners = {column.title: _winners(result, column) for column in result.columns}
     lines = [
         (Text(row.title), *(_own(result, row.title, column, winners[column.title]) for column in result.columns))
@@ -120,6 +143,19 @@ def _domains_beside(result: Result) -> list[Table]:
         places = [(key.removeprefix(DOMAIN), column, key) for key in keys if key.startswith(DOMAIN)]
         found += [_side_by_side(result, f"{column.title} by domain", places)] if places else []
     return found
+
+
+def _controls(result: Result) -> list[Table]:
+    """What instance prompts do: test accuracy if they are replaced, where runs have `method.diagnose`."""
+    lines = []
+    for cell in result.cells:
+        found = [cell.figures.get(key) for key in CONTROLS]
+        if any(found):
+            texts = [Text(figure_text(AVERAGE, each)) if each else Text(NOTHING) for each in found]
+            bits = cell.figures.get(INFORMATION)
+            lines.append((Text(f"{cell.row}, {cell.column}"), *texts, Text(f"{bits.mean:.1e}" if bits else NOTHING)))
+    header = ("", *CONTROLS.values(), "mutual information (nats)")
+    return [Table("Accuracy with instance prompts replaced", header, tuple(lines))] if lines else []
 
 
 def _shown(result: Result) -> list[Column]:
@@ -167,6 +203,29 @@ def _winners(result: Result, column: Column, key: str | None = None) -> set[str]
     return {title for held in rivals for title, mean in held.items() if mean == max(held.values())}
 
 
+def order_table(pairs: Sequence[Ranked], every: bool = False) -> Table:
+    """Differences in percentage points; without `every` only pairs that we can tell apart."""
+    shown = [each for each in pairs if every or each.order != LEVEL]
+    lines = []
+    for each in shown:
+        ours = each.ours
+        interval = NOTHING if ours.low is None or ours.high is None else f"{points(ours.low)} to {points(ours.high)}"
+        over = f"{ours.seeds} seeds" if ours.drawn == "seeds" else f"{ours.drawn}, {ours.seeds} seeds"
+        texts = [each.column, f"{each.first} over {each.second}", points(each.paper), points(ours.difference), interval]
+        lines.append((*map(Text, texts), Text(over), Text(each.order, bold=each.order == REVERSED)))
+    header = ("Column", "In the paper", "Paper", "Ours", "95 % interval", "over", "Order")
+    return Table("The paper's order in our runs", header, tuple(lines))
+
+
+def order_sentence(pairs: Sequence[Ranked]) -> str:
+    """The counts, and which pairs the table leaves out."""
+    counts = counted(pairs)
+    rest = (
+        " Pairs that are level are not listed; their differences are in the file." if counts[LEVEL] > MOST_LEVEL else ""
+    )
+    return f"{sentence(pairs)}.{rest}"
+
+
 def reproduction_notes(result: Result) -> list[str]:
     """Notes that a reader needs before comparing the two sides, one line each."""
     failed = [
@@ -210,7 +269,7 @@ def markdown_table(table: Table) -> str:
 
 def page(results: Sequence[Result]) -> str:
     """docs/results.md: all results, each with what made it."""
-    parts = [HEAD + "\n" + READING]
+    parts = [HEAD + "\n" + ABOUT, READING]
     of_papers = [each for each in results if is_of_a_paper(each)]
     if of_papers:
         parts.append("## Tables of papers, in small\nOurs is left of the bar, the paper's right of it.")
@@ -247,13 +306,24 @@ def _body(result: Result) -> list[str]:
         blocks.append(
             "\n\n".join([*([f"*{markdown_escape(table.title)}*"] if table.title else []), markdown_table(table)])
         )
+    pairs = ranked(result)
+    if pairs:
+        blocks.append(order_sentence(pairs))
+        table = order_table(pairs, every=counted(pairs)[LEVEL] <= MOST_LEVEL)
+        blocks += [markdown_table(table)] if table.lines else []
     notes = reproduction_notes(result)
     if notes:
-        blocks.append("\n".join(f"- {markdown_escape(note)}" for note in notes))
+        blocks.append("\n".join(f"- {markdown_note(note)}" for note in notes))
     blocks += [f"![{about}]({path})" for path, about in result.pictures]
     if result.commands:
         blocks.append("```\n" + "\n".join(result.commands) + "\n```")
     return [*blocks, provenance(result)]
+
+
+def markdown_note(text: str) -> str:
+    """A note with its code in backticks kept as code; all other marks are escaped."""
+    parts = re.split(r"(`[^`]+`)", safe_line(text))
+    return "".join(part if number % 2 else markdown_escape(part) for number, part in enumerate(parts))
 
 
 def provenance(result: Result) -> str:

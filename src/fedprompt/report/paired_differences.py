@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from fedprompt.runs.run import Run
 SEED = 0  # of the draws: the same runs give the same interval
 UNDECIDED = "too few"  # in place of ahead, level or behind
 
+Drawn = Literal["clients", "images"]
 Rights = Mapping[str, "Right"]  # by the identity of a client
 
 
@@ -45,7 +47,7 @@ class Paired:
     """Of the Average, over the clients that both have."""
     interval: Interval | None
     """None where there are too few clients and images."""
-    drawn: str
+    drawn: Drawn
     """What was drawn for the interval: clients or images."""
     clients: int
     """Pairs of clients over all seeds."""
@@ -94,20 +96,25 @@ def paired(groups: Sequence[Family], wanted: str) -> list[Paired]:
     base = reference(groups, wanted)
     if base is None:
         return []
-    known = {run.config.seed: rights(run) for run in base.runs}
-    found = [_paired(family, base, known) for family in groups if family is not base]
+    known = _by_seed(base)
+    found = [pair(each.title, base.title, _by_seed(each), known) for each in groups if each is not base]
     return [each for each in found if each is not None]
 
 
-def _paired(family: Family, base: Family, known: Mapping[int, Rights]) -> Paired | None:
+def _by_seed(family: Family) -> dict[int, Rights]:
+    return {run.config.seed: rights(run) for run in family.runs}
+
+
+def pair(label: str, against: str, own: Mapping[int, Rights], theirs: Mapping[int, Rights]) -> Paired | None:
+    """One row against another, by seed; None if no seed of both has a client of both."""
     by_seed: dict[int, dict[str, Right]] = {}
     left_out = 0
-    for run in family.runs:
-        own, other = rights(run), known.get(run.config.seed, {})
-        pairs = {client: _less(own[client], other[client]) for client in own if client in other}
+    for seed, ours in own.items():
+        other = theirs.get(seed, {})
+        pairs = {client: _less(ours[client], other[client]) for client in ours if client in other}
         if pairs:
-            by_seed[run.config.seed] = pairs
-            left_out += len(own) + len(other) - 2 * len(pairs)
+            by_seed[seed] = pairs
+            left_out += len(ours) + len(other) - 2 * len(pairs)
     if not by_seed:
         return None
     averages = [float(np.mean([each.share for each in pairs.values()])) for pairs in by_seed.values()]
@@ -116,8 +123,8 @@ def _paired(family: Family, base: Family, known: Mapping[int, Rights]) -> Paired
     paired_by_image = len(known_images) == len(images)
     interval, drawn = _interval(list(by_seed.values()), paired_by_image)
     return Paired(
-        label=family.title,
-        against=base.title,
+        label=label,
+        against=against,
         estimate=float(np.mean(averages)),
         interval=interval,
         drawn=drawn,
@@ -137,7 +144,7 @@ def _less(one: Right, other: Right) -> Right:
     return Right(one.share - other.share, images)
 
 
-def _interval(seeds: Sequence[Mapping[str, Right]], paired_by_image: bool) -> tuple[Interval | None, str]:
+def _interval(seeds: Sequence[Mapping[str, Right]], paired_by_image: bool) -> tuple[Interval | None, Drawn]:
     """Over clients where there are enough of them, else over images; and which of both."""
     alike: dict[frozenset[str], list[Mapping[str, Right]]] = {}
     for pairs in seeds:
@@ -152,10 +159,9 @@ def _interval(seeds: Sequence[Mapping[str, Right]], paired_by_image: bool) -> tu
                 known = [each[name].images for each in members]
                 means = np.mean([each for each in known if each is not None], axis=0)
                 images.append(Stratum(means, weight / len(ordered)))
-    for strata, drawn in ((clients, "clients"), (images, "images")):
-        if enough(strata):
-            return bootstrap(strata, np.random.default_rng(SEED)), drawn
-    return None, "clients"
+    if not enough(clients) and enough(images):
+        return bootstrap(images, np.random.default_rng(SEED)), "images"
+    return bootstrap(clients, np.random.default_rng(SEED)) if enough(clients) else None, "clients"
 
 
 def rights(run: Run) -> Rights:

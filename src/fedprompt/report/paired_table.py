@@ -11,7 +11,8 @@ from fedprompt.report.comparison_table import NOTHING, Cell
 from fedprompt.report.paired_differences import UNDECIDED, Paired
 from fedprompt.report.tasks import Task
 
-HEAD = ["Method", "Difference", "95 % interval", "Verdict", "Images better / worse", "Seeds better", "p"]
+# what matters most first: a phone shows three or four columns
+HEAD = ["Method", "Verdict", "Difference", "95 % interval", "Images better / worse", "Seeds better", "p"]
 
 
 def cells(pairs: Sequence[Paired]) -> list[list[Cell]]:
@@ -21,7 +22,7 @@ def cells(pairs: Sequence[Paired]) -> list[list[Cell]]:
         images = NOTHING if each.gained is None else f"{each.gained} / {each.lost}"
         sure = each.verdict in ("ahead", "behind")
         texts = [f"{each.ahead} of {each.seeds}", f"{each.p:.2g}"]
-        line = [Cell(safe_line(each.label)), Cell(points(each.estimate)), Cell(interval), Cell(each.verdict, sure)]
+        line = [Cell(safe_line(each.label)), Cell(each.verdict, sure), Cell(points(each.estimate)), Cell(interval)]
         table.append([*line, Cell(images), *map(Cell, texts)])
     return table
 

@@ -30,6 +30,7 @@ from fedprompt.runs.run import Run
 Groups = Mapping[int, Family]  # families by number
 Draw = Callable[[Axes, Groups], None]
 TASKS = 6  # that have a place in the overview
+FEWEST_POINTS = 3  # of a learning curve
 
 
 def learning_curves(runs: Sequence[Run]) -> Figure:
@@ -58,13 +59,14 @@ def calibration(runs: Sequence[Run]) -> Figure:
 
 
 def save_overview(arranged: Arrangement, path: Path) -> Path:
-    """One PNG for a README: learning curves, accuracies of the clients and, if there are several, of the domains.
+    """One PNG for a README: learning curves if there are any, accuracies of the clients and, if there are several, of the domains.
 
     Each of the first few tasks has its own row.
     """
     columns = arranged.columns[:TASKS]
     groups = {number: family for column in columns for number, family in column.families.items()}
-    panels: list[Draw] = [draw_curves, draw_clients, *([draw_domains] if len(domain_names(groups)) > 1 else [])]
+    panels: list[Draw] = [draw_curves] if has_curves(groups) else []
+    panels += [draw_clients, *([draw_domains] if len(domain_names(groups)) > 1 else [])]
     with plot_style():
         figure = new_figure(5.2 * len(panels), 4.8 * len(columns))
         places = [(column, draw) for column in columns for draw in panels]
@@ -111,6 +113,11 @@ def add_legend(figure: Figure, groups: Mapping[int, Labelled]) -> None:
         lines = -(-len(handles) // columns) + sum(title.count("\n") for title in titles.values())
         figure.set_figheight(figure.get_figheight() + 0.22 * lines)  # the axes keep their height
         figure.legend(handles=handles, loc="outside lower left", ncols=columns)
+
+
+def has_curves(groups: Groups) -> bool:
+    """Whether a run was evaluated often enough for a line that shows a course."""
+    return any(len(run.history()) >= FEWEST_POINTS for run in members(groups))
 
 
 def draw_curves(axes: Axes, groups: Groups) -> None:

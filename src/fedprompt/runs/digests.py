@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 Value = int | float | str | bytes | None
@@ -76,7 +76,7 @@ class Link:
     """The digest of the cells of the pool's index."""
 
     def text(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Link:

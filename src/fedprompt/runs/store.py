@@ -30,6 +30,7 @@ BEST = "best.db"  # the run file as it was after the best round, where `federati
 MOST_ARGUMENTS = 500  # of one query
 WAIT_EVERY = 1.0  # seconds, at least, between two commits that wait for the disk
 NO_DIGESTS = "no digests: made by an older version"  # shown for a file whose content cannot be checked
+LATE = "late"  # the kind of event for an update that came after its round and counts in a later one
 REFUSED = "refused"  # the kind of event for an update that the guard refused
 RUN_ID = "run_id"  # the fact with the id of a run whose clients are on nodes
 STREAMS = "streams"  # the fact with the edition of the run's random streams; absent in runs before edition 2
@@ -468,8 +469,9 @@ def _write_events(
     ]
     digest = digest_of(_insert(cursor, "events", rows)).hex()
     link = replace(link, last_event=link.last_event + len(rows), events=digest)
-    head = chained(before, link.text())
-    cursor.execute("INSERT INTO links (number, link, parts) VALUES (?, ?, ?)", (number, head, link.text()))
+    text = link.text()
+    head = chained(before, text)
+    cursor.execute("INSERT INTO links (number, link, parts) VALUES (?, ?, ?)", (number, head, text))
     return head, link
 
 

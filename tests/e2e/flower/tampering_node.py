@@ -74,7 +74,12 @@ def tampered(order: Order, blob: bytes) -> bytes:
 def main(folder: str, data: str) -> None:
     site = SiteFolder.load(Path(folder))
     honest = Site(site.name, data, site.path / "state")
-    attend(Connection.of(site).arguments(), lambda blob: tampered(Order.from_bytes(blob), honest.answer(blob)))
+    to = Connection.of(site)
+
+    def work(blob: bytes) -> bytes:
+        return tampered(Order.from_bytes(blob), honest.answer(blob))
+
+    attend(str(to.address), work, to.ca_certificate, to.key)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_a_server_whose_certificate_comes_from_elsewhere_is_refused(federation: 
 
 
 def test_an_expelled_site_is_sent_away_and_stays_out(federation: Federation, outsiders: dict[str, Process]) -> None:
-    outsiders[STRANGE].wait_for("SuperNode ID")
+    outsiders[STRANGE].wait_for("connected to")
     code, words = federation.call("federate", "expel", STRANGE, "--server", "fed/server")
     assert code == 0, words
     assert STRANGE not in [each["name"] for each in federation.status()["nodes"]]

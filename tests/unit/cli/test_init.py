@@ -74,9 +74,28 @@ def test_the_first_line_names_the_schema_for_editors(fedprompt: Any, photos: Pat
 def test_every_proposal_has_a_reason_in_the_config(fedprompt: Any, photos: Path, tmp_path: Path) -> None:
     fedprompt("init", "photos", "--backbone", "tiny")
     lines = (tmp_path / "photos.yaml").read_text().splitlines()
-    for setting in ("scheme: dirichlet", "clients: 3", "name: tiny", "- local", "- head_tune", "- fedvpt_deep"):
-        (line,) = [line for line in lines if line.strip().startswith(setting)]
-        assert line.partition("#")[2].strip(), line
+    for setting in ("scheme: dirichlet", "clients: 3", "name: tiny", "- local", "- head_tune", "- {name: fedvpt_deep"):
+        (number,) = [number for number, line in enumerate(lines) if line.strip().startswith(setting)]
+        above = lines[number - 1].strip()
+        assert lines[number].partition("#")[2].strip() or above.startswith("# "), lines[number]
+
+
+@pytest.mark.parametrize(
+    ("method", "heads"),
+    [
+        ("fedvpt_deep", [None, None, "shared_then_finetune"]),
+        ("head_tune", [None, "shared_then_finetune"]),
+        ("local", [None, None]),
+    ],
+)
+def test_only_the_proposed_method_gets_a_head_that_is_averaged_and_fitted(
+    fedprompt: Any, photos: Path, tmp_path: Path, method: str, heads: list[str | None]
+) -> None:
+    told = json.loads(fedprompt("init", "photos", "--backbone", "tiny", "--method", method, "--json").out)
+    made = config_files.load(tmp_path / "photos.yaml")
+    assert [config.method.get("head") for config in made] == heads
+    assert made[-1].method["name"] == method
+    assert ("head" in told["proposal"]) == (method != "local")
 
 
 def test_an_existing_config_is_replaced_only_with_force(fedprompt: Any, photos: Path, tmp_path: Path) -> None:
@@ -184,7 +203,7 @@ def test_on_a_terminal_it_asks_five_questions_and_takes_the_answers(
     assert asked == ["dirichlet", "3", "3", "dinov2-small", "fedvpt_deep", "fedvpt_deep", "yes"]  # two were asked again
     (config,) = config_files.load(tmp_path / "photos.yaml")
     found = (config.partition.scheme, config.partition.clients, config.backbone.name, config.method)
-    assert found == ("iid", 2, "tiny", {"name": "fedvpt"})
+    assert found == ("iid", 2, "tiny", {"name": "fedvpt", "head": "shared_then_finetune"})
     assert "--clients must be a whole number of at least 1, got 'none'" in told.out
     assert "did you mean 'fedvpt'" in told.out
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from fedprompt.cli import app
 from fedprompt.cli.config_schema import config_schema
 from fedprompt.config import Config, config_files
+from fedprompt.config.shipped_configs import FOLDER
 from fedprompt.config.strict_yaml import read_yaml
 from fedprompt.core import registry
 from fedprompt.core.method import Method
@@ -27,9 +28,7 @@ from fedprompt.papers import published_numbers
 pytestmark = pytest.mark.unit
 
 SHIPPED = documents.ROOT / "src/fedprompt/schema.json"
-CONFIGS = sorted(
-    [*(documents.ROOT / "configs").rglob("*.yaml"), *(documents.ROOT / "src/fedprompt/papers").rglob("*.yaml")]
-)
+CONFIGS = sorted(FOLDER.rglob("*.yaml"))
 
 
 @cache

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedprompt.data.cache import row_file
 from fedprompt.data.cache.pixel_store import ImageStore, normalise, resized
 from fedprompt.data.sources.synthetic import TinySource
 from fedprompt.errors import ConfigError, DataError
@@ -133,7 +134,7 @@ def test_a_disk_that_fills_up_half_way_loses_nothing(cache, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(row_file, "write_at", full)
     with pytest.warns(UserWarning, match="No space left"):
         found = store.pixels(np.array([2, 0, 3]))
     assert (found == expected([2, 0, 3], 8)).all()

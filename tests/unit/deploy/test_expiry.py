@@ -152,7 +152,7 @@ def test_a_site_is_told_that_the_certificate_of_the_server_has_expired(
 def attended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that does everything but take part."""
     supernode = pytest.importorskip("fedprompt.engines.flower.supernode")
-    monkeypatch.setattr(supernode, "attend", lambda arguments, work: None)
+    monkeypatch.setattr(supernode, "attend", lambda *given, **more: None)
     monkeypatch.setattr("fedprompt.engines.remote.node.Site.check_images", lambda self: None)
 
 
@@ -193,7 +193,7 @@ def test_what_ended_a_node_is_the_certificate_where_it_expired_meanwhile(
 ) -> None:
     folder = made(-3, 3000)
 
-    def fails(arguments: Any, work: Any) -> None:
+    def fails(*given: Any, **more: Any) -> None:
         showing(folder)
         raise RunError("no connection to the server: [SSL: CERTIFICATE_VERIFY_FAILED]")
 
@@ -216,7 +216,7 @@ def test_the_log_of_a_server_tells_at_the_start_and_every_day(
     while len(said) < 4:
         time.sleep(0.01)
     enough.set()
-    assert all("WARNING: the server's certificate" in line and RENEW in line for line in said)
+    assert all("the server's certificate" in line and RENEW in line for line in said)
     assert ("expired on" if left < 0 else f"expires on {day(left)}") in said[0]
 
 

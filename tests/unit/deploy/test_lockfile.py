@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from fedprompt.deploy.lockfile import claimant, claimed, is_alive
+from fedprompt.deploy.lockfile import claimant, claimed, still_claimed
 from fedprompt.errors import RunError, StorageError
 
 pytestmark = pytest.mark.unit
@@ -36,14 +37,28 @@ def test_a_killed_process_lets_go_although_nobody_has_noticed_its_end(tmp_path: 
         assert process.stdout is not None
         assert process.stdout.readline() == b"mine\n"
         assert claimant(tmp_path) == process.pid
-        assert is_alive(process.pid)
+        assert still_claimed(tmp_path, process.pid)
+        assert not still_claimed(tmp_path, os.getpid())
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended and stays as it is
         os.kill(process.pid, 0)
-        assert not is_alive(process.pid)
+        assert not still_claimed(tmp_path, process.pid)
         with claimed(tmp_path, "folder", "server"):
             assert claimant(tmp_path) == os.getpid()
-    assert not is_alive(process.pid)
+            assert still_claimed(tmp_path, os.getpid())
+            assert not still_claimed(tmp_path, process.pid)
+    assert not still_claimed(tmp_path, os.getpid())
+
+
+def test_looking_at_a_lock_keeps_nobody_from_taking_it(tmp_path: Path) -> None:
+    with claimed(tmp_path, "folder", "server"):
+        pass
+    looker = threading.Thread(target=lambda: [still_claimed(tmp_path, os.getpid()) for _ in range(2000)])
+    looker.start()
+    for _ in range(20):
+        with claimed(tmp_path, "folder", "server"):
+            pass
+    looker.join()
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -184,5 +184,5 @@ def test_a_real_server_says_that_its_certificate_expires_soon(tmp_path: Path, mo
     folder = init(tmp_path / "fed", Address("localhost", free_port()), ["a"])
     with serving(folder):
         said = (folder.path.parent / "log").read_text()
-        assert f"WARNING: the server's certificate ({folder.certificate}) expires on" in said
+        assert f"WARNING the server's certificate ({folder.certificate}) expires on" in said
         assert standing(folder)["certificates"][0]["days"] == 29

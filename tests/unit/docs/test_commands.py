@@ -74,7 +74,7 @@ def test_every_command_shown_is_one_that_can_be_given(words: list[str], made_by_
     given = parsed(words)
     if given.get("config") is not None:
         asked = [f"privacy.target_epsilon={given['target_epsilon']}"] if given.get("target_epsilon") else []
-        path = made_by_init if str(given["config"]) == made_by_init.name else documents.ROOT / given["config"]
+        path = made_by_init if str(given["config"]) == made_by_init.name else given["config"]
         made = config_files.load(path, [*(given.get("overrides") or []), *asked])
         assert made
         for each in made:
@@ -84,7 +84,7 @@ def test_every_command_shown_is_one_that_can_be_given(words: list[str], made_by_
 @pytest.mark.parametrize(("name", "words"), OF_METHODS)
 def test_the_command_of_a_method_describes_one_run_of_it_that_it_accepts(name: str, words: list[str]) -> None:
     given = parsed(words)
-    (made,) = config_files.load(documents.ROOT / given["config"], list(given["overrides"]))
+    (made,) = config_files.load(given["config"], list(given["overrides"]))
     assert name in (made.method["name"], (made.variant or {}).get("name"))
     registry.build(made.method, made.variant).check(_world_of_the_demo(), registry.completed(made).train)
 

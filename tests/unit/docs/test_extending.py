@@ -82,7 +82,7 @@ def test_the_command_that_is_shown(tmp_path: Path) -> None:
     ((command, config, *rest),) = documents.commands(documents.ROOT / "docs/extending.md")
     assert command == "run"
     (tmp_path / "damped_mean.py").write_text(EXAMPLES["damped_mean.py"])
-    done = command_line(tmp_path)("validate", str(documents.ROOT / config), *rest)
+    done = command_line(tmp_path)("validate", config, *rest)
     assert done.returncode == 0, done.stderr
 
 

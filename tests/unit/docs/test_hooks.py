@@ -19,7 +19,7 @@ PAGE = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
 @pytest.mark.parametrize(
     ("link", "turned"),
     [
-        ("../configs/demo.yaml", "repository/configs/demo.yaml.md"),
+        ("../src/fedprompt/configs/demo.yaml", "repository/src/fedprompt/configs/demo.yaml.md"),
         ("../benchmarks/speed/README.md#toy", "repository/benchmarks/speed/README.md#toy"),
         ("../benchmarks/speed/bench.json", "repository/benchmarks/speed/bench.json"),
         ("../CHANGELOG.md", "changelog.md"),
@@ -33,8 +33,8 @@ def test_links_of_a_page_are_turned(link: str, turned: str) -> None:
 
 
 def test_links_of_a_page_in_a_folder_are_turned_from_there() -> None:
-    text = "[a](../../configs/demo.yaml) [b](../data.md)"
-    turned = "[a](../repository/configs/demo.yaml.md) [b](../data.md)"
+    text = "[a](../../src/fedprompt/configs/demo.yaml) [b](../data.md)"
+    turned = "[a](../repository/src/fedprompt/configs/demo.yaml.md) [b](../data.md)"
     assert hooks.relink(text, "docs/methods/page.md", "methods/page.md") == turned
 
 

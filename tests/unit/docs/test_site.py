@@ -101,7 +101,7 @@ def test_equations_are_drawn_on_every_page_of_a_method(site: Path) -> None:
 
 
 def test_a_file_outside_docs_that_is_linked_is_in_the_site(site: Path) -> None:
-    page = (site / "repository/configs/federation.yaml.html").read_text()
+    page = (site / "repository/src/fedprompt/configs/federation.yaml.html").read_text()
     assert "federation" in page
     assert (site / "repository/benchmarks/speed/scale.json").read_bytes() == (
         documents.ROOT / "benchmarks/speed/scale.json"

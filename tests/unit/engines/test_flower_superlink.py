@@ -11,11 +11,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.superlink import extensions, main
-
 from fedprompt.engines.flower import superlink
-from fedprompt.engines.flower.superlink import Flight, Gate, NoRoom, failures_only, put_up_gate
-from fedprompt.errors import RunError
+from fedprompt.engines.flower.superlink import Flight, Gate, NoRoom, failures_only
 
 pytestmark = pytest.mark.unit
 
@@ -75,7 +72,7 @@ def test_a_request_to_a_route_of_nodes_says_how_long_it_is() -> None:
 
 @pytest.mark.parametrize("size", [2**20, 2**28])
 def test_who_proves_to_be_a_node_may_send_large_requests(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def proven(scope: Any) -> bytes:
+    async def proven(app: Any, scope: Any) -> bytes:
         return b"key"
 
     monkeypatch.setattr(superlink, "proven_key", proven)
@@ -208,28 +205,8 @@ def test_the_lifespan_of_the_application_passes() -> None:
     assert passed("", None, kind="lifespan") is None
 
 
-def test_the_gate_is_the_outermost_part_of_flower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
-    put_up_gate()
-    assert main.create_app().user_middleware[0].cls is Gate
-
-
-def test_a_flower_that_does_not_ask_for_the_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
-    monkeypatch.setattr(main, "_get_middleware", lambda: [])
-    with pytest.raises(RunError, match=r"install the version of fedprompt\[flower\]"):
-        put_up_gate()
-
-
 @pytest.mark.parametrize(("status", "kept"), [(200, False), (204, False), (401, True), (500, True)])
 def test_the_log_keeps_refused_requests_only(status: int, kept: bool) -> None:
     arguments = ("127.0.0.1:1", "POST", "/v1/fleet/pull-messages", "1.1", status)
     record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', arguments, None)
     assert failures_only(record) is kept
-
-
-def test_a_flower_that_starts_its_server_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
-    monkeypatch.delattr(superlink.program, "uvicorn")
-    with pytest.raises(RunError, match=r"connections would have no limits; install the version of fedprompt\[flower\]"):
-        put_up_gate()

@@ -330,3 +330,28 @@ def test_a_site_that_comes_back_as_another_node_is_the_same_site(clock: Clock) -
     grid.somebody = {7: Somebody(name="a", since=1)}
     assert list(post.deliver(orders(0))) == [(0, b"ORDER 0")]
     assert [message.metadata.dst_node_id for message in grid.sent] == [1, 7]
+
+
+def test_a_late_answer_is_fetched_when_it_is_asked_for(clock: Clock) -> None:
+    grid = FakeGrid(clock, {1: Somebody(), 2: Somebody(after=25.0)})
+    post = post_to(grid, deadline=10.0, late_rounds=2)
+    first = dict(post.deliver([(0, b"a"), (1, b"b")]))
+    assert (first[0], rule_of(first[1])) == (b"A", "deadline")
+    assert rule_of(dict(post.deliver([(1, None)]))[1]) == "deadline"
+    assert dict(post.deliver([(1, None)])) == {1: b"B"}
+    assert grid.sent[1].metadata.ttl >= 30.0, "the message lives as long as it is waited for"
+
+
+def test_who_is_gone_is_not_waited_for(clock: Clock) -> None:
+    grid = FakeGrid(clock, {1: Somebody(), 2: Somebody(after=25.0)})
+    post = post_to(grid, deadline=10.0)
+    list(post.deliver([(1, b"b")]))
+    del grid.somebody[2]
+    begin = clock.now
+    assert rule_of(dict(post.deliver([(1, None)]))[1]) == "absent"
+    assert clock.now == begin
+
+
+def rule_of(came: bytes | Failure) -> str:
+    assert isinstance(came, Failure)
+    return came.rule

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
 from one_site import NOISE, Ground, reply, told
 from remote_run import SiteRecorder, exported, tiny_settings
 
 from fedprompt import config as configuration
 from fedprompt.config import config_files
+from fedprompt.config.shipped_configs import FOLDER
 from fedprompt.core import registry
 from fedprompt.engines.remote.node import Site
 from fedprompt.engines.remote.protocol import Answer, Order, read_result
@@ -25,7 +25,6 @@ from fedprompt.engines.remote.site_split import SiteSplit
 from fedprompt.errors import ConfigError
 from fedprompt.experiment.sites import SitesExperiment
 from fedprompt.metrics.accuracy import ClientResult
-from fedprompt.papers.paper_configs import experiments
 from fedprompt.report.comparison_table import comparison
 from fedprompt.runs.store import UNTESTED
 
@@ -121,11 +120,7 @@ def test_a_run_the_policy_does_not_allow_is_refused(
 
 def test_a_method_of_any_size_a_paper_used_is_allowed_and_a_much_larger_one_is_not() -> None:
     """The limit is for memory and time; it must not be in the way of a default or of a reproduction."""
-    files = (
-        [each.path for each in experiments()]
-        + sorted(ROOT.glob("configs/*.yaml"))
-        + sorted(ROOT.glob("configs/results/*.yaml"))
-    )
+    files = sorted(FOLDER.rglob("*.yaml"))
     configs = [config for file in files for config in config_files.load(file)]
     names = [{"method": {"name": name}} for name in registry.methods()]
     names += [{"method": {"name": "fedvpt"}, "variant": {"name": name}} for name in registry.variants()]

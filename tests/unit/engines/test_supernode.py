@@ -1,91 +1,173 @@
-"""How Flower's loop is made to serve a node: the pace at which it looks for messages, and runs that are stopped."""
+"""A node's loop over its connection: repeated requests, refusals, stopped runs, and messages that are lost."""
 
 from __future__ import annotations
 
-import ast
-from importlib import import_module
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr")
 
-from fedprompt.engines.flower import supernode
-from fedprompt.engines.flower.supernode import BRISK, SOON, Pace
+import httpx
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedprompt.engines.flower import compat, supernode
+from fedprompt.engines.flower.supernode import BRISK, IDLE
+from fedprompt.engines.flower.transport import ANSWER, ORDER, RECORD
+from fedprompt.errors import RunError
 
 pytestmark = pytest.mark.unit
 
 
-def test_a_node_is_brisk_after_a_message_and_patient_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, slept = [1000.0], []
-    monkeypatch.setattr(supernode.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(supernode.time, "sleep", slept.append)
-    pace = Pace()
-    pace.sleep(3)
-    pace.busy()
-    pace.sleep(3)
-    pace.sleep(0.1)
-    now[0] += SOON + 0.1
-    pace.sleep(3)
-    assert slept == [3, BRISK, 0.1, 3]
+class Enough(Exception):
+    """Ends a loop that has no end."""
 
 
-def test_flowers_loop_asks_its_module_time_for_nothing_but_sleep() -> None:
-    """`Pace` stands for it: a version of Flower that wants more must be noticed here."""
-    source = import_module("flwr.supernode.start_client_internal")
-    tree = ast.parse(Path(str(source.__file__)).read_text(encoding="utf-8"))
-    asked = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time"
-    }
-    assert asked == {"sleep"}
+def status(number: int, code: int | None = None) -> httpx.HTTPStatusError:
+    request = httpx.Request("POST", "http://127.0.0.1")
+    answer = httpx.Response(number, json={"code": code, "detail": "no"}, request=request)
+    return httpx.HTTPStatusError("no", request=request, response=answer)
 
 
-class Recorder:
-    """Stands for a SuperNode's memory: notes which calls were made, and knows one run."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        answers = {
-            "get_run": SimpleNamespace(primary_task_type="", fab_hash=""),
-            "create_task": 7,
-            "preregister": ["x"],
-        }
-        return lambda *given, **named: self.calls.__setitem__(name, (given, named)) or answers.get(name)
+NOT_ADMITTED = status(400, compat.NOT_ADMITTED)
 
 
-@pytest.mark.parametrize("mended", [False, True])
-def test_a_message_of_a_run_that_is_stopped_while_it_comes_in_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch, mended: bool
+class Server:
+    """Stands for the calls of a node: each gives what comes next in its list, or raises it."""
+
+    def __init__(self, **said: list[Any]) -> None:
+        self._said, self.pushed = said, []
+
+    def activate(self) -> Any:
+        return self._next("activate")
+
+    def pull(self) -> Any:
+        return self._next("pull")
+
+    def push(self, message: Message, seconds: float) -> None:
+        found = self._next("push")
+        self.pushed.append((message.content.config_records[RECORD][ANSWER], found))
+
+    def _next(self, name: str) -> Any:
+        waiting = self._said.get(name, [])
+        found = waiting.pop(0) if waiting else Enough()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@pytest.fixture(autouse=True)
+def of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower makes messages only within a task."""
+    for name in ("run_id", "node_id", "task_id"):
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+
+
+def order(content: bytes) -> Message:
+    return Message(RecordDict({RECORD: ConfigRecord({ORDER: content})}), 1, "train")
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses, which take no time."""
+    found: list[float] = []
+    monkeypatch.setattr(supernode.time, "sleep", found.append)
+    return found
+
+
+@pytest.fixture
+def heard() -> list[bool]:
+    return []
+
+
+def loop(server: Server, work: Callable[[bytes], bytes], heard: list[bool], end: Exception | None = None) -> None:
+    """The loop until the server has nothing more to say."""
+    with pytest.raises(type(end) if end else SystemExit):
+        supernode._attend(server, work, heard.append)  # type: ignore[arg-type]
+
+
+def until_empty(server: Server) -> Server:
+    """The same server, which ends the node like a signal when it has nothing more to say."""
+    server._said["pull"].append(None)
+    original = server._next
+
+    def pull() -> Any:
+        if not server._said["pull"]:
+            raise SystemExit(0)
+        return original("pull")
+
+    server.pull = pull  # type: ignore[method-assign]
+    return server
+
+
+def test_a_node_is_brisk_after_a_message_and_patient_otherwise(slept: list[float], heard: list[bool]) -> None:
+    server = until_empty(Server(pull=[None, order(b"a")], push=[1]))
+    loop(server, lambda blob: blob + b"!", heard)
+    assert server.pushed == [(b"a!", 1)]
+    assert slept == [IDLE, BRISK]
+    assert heard == [True] * 4
+
+
+def test_a_server_that_is_away_is_waited_for(slept: list[float], heard: list[bool]) -> None:
+    server = until_empty(Server(pull=[httpx.ConnectError("no"), status(500), order(b"a")], push=[status(502), 1]))
+    loop(server, lambda blob: blob, heard)
+    assert server.pushed == [(b"a", 1)]
+    assert heard[:2] == [False, False]
+    assert True in heard
+
+
+def test_the_answer_to_a_stopped_run_is_dropped_and_the_node_goes_on(slept: list[float], heard: list[bool]) -> None:
+    server = until_empty(Server(pull=[order(b"a"), status(403), order(b"b")], push=[status(403), 2]))
+    loop(server, lambda blob: blob, heard)
+    assert server.pushed == [(b"b", 2)]
+
+
+def test_a_message_that_flower_lost_does_not_end_the_node(
+    slept: list[float], heard: list[bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Flower by itself leaves a task behind that nobody can do, and a node that tries it does nothing else any more."""
-    monkeypatch.setattr(supernode.loop, "_pull_and_store_message", supernode.loop._pull_and_store_message)
-    if mended:
-        supernode.clean_up_after_stopped_runs()
+    server = until_empty(Server(pull=[ValueError("object x is gone"), order(b"b")], push=[1]))
+    loop(server, lambda blob: blob, heard)
+    assert server.pushed == [(b"b", 1)]
+    assert "message lost: ValueError: object x is gone" in capsys.readouterr().err
 
-    def stopped(*_: Any) -> bytes:
-        raise supernode.RunNotRunningException
 
-    metadata = SimpleNamespace(run_id=1, message_id="m", group_id="", message_type="train")
-    memory, objects = Recorder(), Recorder()
-    done = supernode.loop._pull_and_store_message(
-        state=memory,
-        object_store=objects,
-        node_config={},
-        receive=lambda: (SimpleNamespace(metadata=metadata), None),
-        get_run=None,
-        get_fab=None,
-        pull_object=stopped,
-        confirm_message_received=None,
-        trusted_entities=None,
-    )
-    assert done is None
-    assert ("create_task" in memory.calls, "finish_task" in memory.calls) == (True, mended)
-    assert ("delete_messages" in memory.calls, "delete" in objects.calls) == (mended, mended)
-    if mended:
-        assert memory.calls["finish_task"][0] == (7,)
+def test_a_request_that_is_refused_does_not_end_the_node(
+    slept: list[float], heard: list[bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = until_empty(Server(pull=[order(b"a"), status(400), order(b"b")], push=[status(404), 2]))
+    loop(server, lambda blob: blob, heard)
+    assert server.pushed == [(b"b", 2)]
+    assert capsys.readouterr().err.count("message lost: HTTPStatusError") == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (status(401), "the server no longer admits this node"),
+        (httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED]"), r"no connection to the server: \[SSL"),
+    ],
+)
+def test_what_will_not_change_ends_the_node(said: Exception, text: str, slept: list[float], heard: list[bool]) -> None:
+    with pytest.raises(RunError, match=text):
+        supernode._attend(Server(pull=[said]), lambda blob: blob, heard.append)  # type: ignore[arg-type]
+
+
+def test_a_refused_node_asks_again(slept: list[float], heard: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
+    """A node that was killed is let in once the server has missed it."""
+    server = Server(activate=[NOT_ADMITTED] * 3 + [7])
+    assert supernode._activated(server, heard.append) == 7  # type: ignore[arg-type]
+    assert capsys.readouterr().err.count("not admitted yet: its key must be admitted there") == 1
+
+
+def test_a_node_that_is_never_let_in_is_told_why(slept: list[float], heard: list[bool]) -> None:
+    with pytest.raises(RunError, match="the server does not admit this node: its key must be admitted"):
+        supernode._activated(Server(activate=[NOT_ADMITTED] * 2), heard.append, -1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [400, 403])
+def test_other_refusals_are_passed_on_at_once(number: int, slept: list[float], heard: list[bool]) -> None:
+    with pytest.raises(RunError, match="no connection to the server"):
+        supernode._activated(Server(activate=[status(number, 1), 7]), heard.append)  # type: ignore[arg-type]
+    assert slept == []

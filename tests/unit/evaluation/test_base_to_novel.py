@@ -17,7 +17,7 @@ from support import StopAfter, Stopped, content, experiment, run, shared_tensors
 from torch import Tensor
 
 from fedprompt.backbones.dual_encoder import DualEncoder
-from fedprompt.config import TrainConfig
+from fedprompt.config import DataConfig, TrainConfig
 from fedprompt.core.method import Method, Stage, World
 from fedprompt.core.registry import variants
 from fedprompt.data.cache.pixel_store import ImageStore, normalise
@@ -127,6 +127,29 @@ def test_base_and_novel_are_those_of_a_naive_computation(novel: Any) -> None:
     assert list(found["clients"]) == done.clients
     assert found["hm"] == pytest.approx(statistics.harmonic_mean([found["base"], found["novel"]]))
     assert found["hm3"] == pytest.approx(statistics.harmonic_mean([found[k] for k in ("local", "base", "novel")]))
+
+
+def test_another_set_is_classified_by_its_own_names(settings: Any) -> None:
+    """Two of its classes under other names: the figures are those of a computation with these names."""
+    data = {"other_set": "tiny", "classes": ["disc", "square", "cross"]}
+    done = run(settings(backbone={"name": "tiny-clip"}, data=data), ZeroShot())
+    found = stored_figures(done.reader)
+    assert found is not None
+    made = experiment(settings(backbone={"name": "tiny-clip"}, data=data), ZeroShot())
+    source, _, backbone, world = made.factory.prepare()
+    assert isinstance(backbone, DualEncoder)
+    whole = TinySource()
+    limited = DataConfig(source="tiny", train_per_cell=4, test_per_cell=2)
+    words = world.text.words("a photo of a")
+    for name, images in (("base", source), ("novel", whole)):
+        indices = train_and_test(images, limited)[1]
+        assert found[name] == pytest.approx(naive_accuracy(backbone, images, indices, words, made.factory.cache))
+    assert found["classes"] == {"base": 3, "novel": 5}
+
+
+def test_a_method_that_knows_only_its_own_classes_is_refused(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data\.other_set must be absent for fedvpt"):
+        run(settings(data={"other_set": "tiny"}))
 
 
 def test_clients_with_parameters_of_their_own_differ_and_are_averaged(novel: Any) -> None:

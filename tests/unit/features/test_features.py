@@ -14,6 +14,7 @@ from support import content, experiment, run
 from torch import Tensor
 
 from fedprompt.backbones.vit import ViT
+from fedprompt.data.cache import row_file
 from fedprompt.data.cache.row_file import space
 from fedprompt.data.sources.synthetic import TinySource
 from fedprompt.errors import ContractError, DataError
@@ -407,7 +408,7 @@ def test_a_full_disk_costs_time_and_nothing_else(settings: Any, spy: Spy, monkey
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", full)
+            patch.setattr(row_file, "write_at", full)
             assert torch.equal(bank.features("cls", held(bank)), wanted[held(bank)])
         spy.since()
         assert torch.equal(bank.features("cls", held(bank)), wanted[held(bank)])
@@ -420,7 +421,7 @@ def test_rows_are_in_place_when_they_are_all_known(settings: Any, monkeypatch: p
         bank = bank_of(settings, engine)
         first = bank.features("cls", held(bank))
         with monkeypatch.context() as patch:
-            for module, name in ((np, "unique"), (os, "pread"), (ViT, "embed"), (feature_tables, "_gathered")):
+            for module, name in ((np, "unique"), (row_file, "read_at"), (ViT, "embed"), (feature_tables, "_gathered")):
                 patch.setattr(module, name, None)
             assert torch.equal(bank.features("cls", held(bank).flip(0)), first.flip(0))
 

@@ -14,6 +14,7 @@ from fedprompt.metrics.significance import (
     bootstrap,
     chi2_tail,
     enough,
+    mean_interval,
     rank_over_tasks,
     sign_test,
     studentised_range,
@@ -88,9 +89,23 @@ def test_the_sign_test_is_exact(ahead: int, behind: int) -> None:
     assert sign_test(ahead, behind) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("degrees", "within"), [(2, 0.031), (4, 0.003), (10, 1e-4), (1000, 1e-6)])
-def test_the_quantile_of_t_is_that_of_scipy(degrees: int, within: float) -> None:
-    assert t_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=within)
+@pytest.mark.parametrize("degrees", [1, 1.5, 2, 3.7, 4, 10, 200, 201, 1000, math.inf])
+def test_the_quantile_of_t_is_that_of_scipy(degrees: float) -> None:
+    expected = stats.norm.ppf(0.975) if math.isinf(degrees) else stats.t.ppf(0.975, degrees)
+    assert t_quantile(degrees) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("values", [[0.02, 0.05], [0.1, -0.2, 0.05, 0.0], [0.31, 0.3, 0.29, 0.33, 0.35]])
+def test_the_interval_of_a_mean_is_that_of_scipy(values: list[float]) -> None:
+    found = mean_interval(values)
+    expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx(tuple(expected), rel=1e-5)
+    assert found.estimate == pytest.approx(np.mean(values))
+
+
+def test_one_value_has_no_interval() -> None:
+    assert mean_interval([0.3]) is None
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 6, 9])

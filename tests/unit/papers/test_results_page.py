@@ -62,6 +62,19 @@ def test_ours_stands_beside_the_papers_and_the_best_of_ours_is_bold() -> None:
     assert table.title == "Average, ours | P"
 
 
+def test_controls_of_instance_prompts_have_a_table_of_their_own() -> None:
+    names = ("accuracy", "accuracy_mean_prompt", "accuracy_other_prompt", "attention")
+    said = {
+        f"diagnostic:instance.{name}": {"mean": value} for name, value in zip(names, (0.8, 0.6, 0.4, 0.1), strict=True)
+    }
+    figures = {"average": {"mean": 0.8}, "mutual_information": {"mean": 0.00512}, **said}
+    plain, controls = tables(result(cells=[cell("A", "m = 1", 0.5), cell("B", "m = 1", 0.5, figures=figures)]))
+    assert plain.title == "Average, ours"
+    assert [[text.text for text in line] for line in controls.lines] == [
+        ["B, m = 1", "80.0", "60.0", "40.0", "10.0", "5.1e-03"]
+    ]
+
+
 def test_the_papers_columns_are_shown_where_none_of_them_was_run() -> None:
     (table,) = tables(result(cells=[cell("A", "m = 1", None, 0.9), cell("A", "m = 2", None, 0.8)]))
     assert [text.text + text.rest for text in table.lines[0]] == ["A", "– | 90.00", "– | 80.00"]
@@ -147,6 +160,21 @@ def test_the_page_says_what_was_not_recorded() -> None:
     hardware = {"cpu": "Z80", "cores": 2, "memory_bytes": 65536, "threads": "1"}
     text = " ".join(page([result(date="2026-01-02", hardware=hardware)]).split())
     assert "date: 2026-01-02 · hardware: Z80, 2 cores, 65.5 kB, 1 threads" in text
+
+
+@pytest.mark.parametrize(
+    ("note", "drawn"),
+    [
+        ("No setting of `train` is given", "No setting of `train` is given"),
+        ("`train.lrs.gate.*` 0.01, here *3*", "`train.lrs.gate.*` 0.01, here \\*3\\*"),
+        ("one ` alone <b>", "one \\` alone \\<b>"),
+        ("`a <b> | c` | d", "`a <b> | c` \\| d"),
+        ("a \\`b`", "a \\\\`b`"),
+        ("two\nlines `of\n# code`", "two lines `of # code`"),
+    ],
+)
+def test_code_in_a_note_stays_code_and_all_other_marks_are_escaped(note: str, drawn: str) -> None:
+    assert f"\n- {drawn}\n" in page([result(notes=[note])])
 
 
 def test_prose_of_the_page_wraps_and_its_tables_code_and_links_do_not() -> None:

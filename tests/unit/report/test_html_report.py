@@ -98,12 +98,12 @@ def test_rounds_table_holds_loss_and_accuracies(seen, runs):
 
 def test_every_picture_has_a_text_for_those_who_cannot_see_it(seen):
     drawings = seen.named("svg")
-    assert len(drawings) >= 6 + 5  # one of each kind, and a heat map per run
+    assert len(drawings) >= 5 + 5  # one of each kind, and a heat map per run
     assert all(drawing["role"] == "img" and drawing["aria-label"] for drawing in drawings)
 
 
 def test_contents_lead_to_every_section_in_their_order(html, seen):
-    names = ["results", "learning-curves", "fairness", "clients-by-round", "domains", "calibration", "communication"]
+    names = ["results", "fairness", "clients-by-round", "domains", "figures-by-class", "calibration", "communication"]
     names += ["time-by-phase", "partition", "settings-and-versions", "runs"]
     links = [link["href"] for link in seen.named("a")]
     assert links == ["#main", *(f"#{name}" for name in names)]
@@ -149,6 +149,16 @@ def test_versions_are_told_apart_where_they_differ(write):
     assert Page(versions([one, other])).text.split() == ["fedprompt", "0"]
 
 
+def test_a_curve_of_two_points_is_not_drawn(write, tmp_path):
+    widths = []
+    for rounds in (2, 3):
+        made = write_report([write(f"a{rounds}", [[9, 5]] * rounds)], tmp_path / f"{rounds}")
+        assert ('id="learning-curves"' in made.html.read_text()) == (rounds == 3)
+        with Image.open(made.png) as overview:
+            widths.append(overview.width)
+    assert widths[1] > 1.5 * widths[0]  # there is a panel for it
+
+
 def test_events_of_a_run_are_listed(write):
     run = write("a", [[9]])
     store = RunStore(run.directory)
@@ -163,7 +173,7 @@ def test_figures_are_written_as_png_and_svg_with_the_table(write, tmp_path):
     made = write_report([write("a", [[9, 5]])], tmp_path / "out", figures=True)
     names = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
     assert names == {path.name for path in made.figures}
-    kinds = ["learning-curves", "fairness", "clients-by-round-a", "calibration", "communication", "time-by-phase"]
+    kinds = ["fairness", "clients-by-round-a", "calibration", "communication", "time-by-phase"]
     assert names == {f"{kind}.{ending}" for kind in kinds for ending in ("png", "svg")}
     drawing = (tmp_path / "out" / "figures" / "fairness.svg").read_text()
     assert "var(--" not in drawing  # stands alone

@@ -147,7 +147,7 @@ def test_hits_that_do_not_fit_are_damage(write, monkeypatch):
 def test_every_format_has_the_differences(write):
     runs = seeds(write, [[9, 8, 7, 9], [9, 6, 8, 9]], [[7, 7, 5, 6], [6, 6, 5, 8]])
     tasks = by_task(runs, "local")
-    assert "| fedvpt | +18.75 |" in markdown(tasks)
+    assert "| fedvpt | **ahead** | +18.75 |" in markdown(tasks)
     first, second = json_rows(tasks)
     assert (first["against"]["verdict"], second["against"]) == ("ahead", None)
     assert next(csv.DictReader(io.StringIO(as_csv(tasks))))["verdict"] == "ahead"

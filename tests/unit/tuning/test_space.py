@@ -172,7 +172,7 @@ TABLES = ("table1", "table2", "table3_cifar100", "table3_domainnet", "table4_cif
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_of_pfedbayespt_has_the_grids_that_the_paper_tuned(name: str) -> None:
-    path = Path(config_files.__file__).parents[1] / "papers/pfedbayespt" / f"{name}.yaml"
+    path = f"configs/papers/pfedbayespt/{name}.yaml"
     entries = entries_of(read_section(config_files.read(path)["tune"]), "pfedbayespt")
     depths = [*range(1, 13)]
     assert (entries["method.depth"], entries["method.instance_depth"]) == (depths, depths)

@@ -1,8 +1,9 @@
 // Which view is shown, and the heartbeat that keeps it up to date.
 
-import { Lost } from "./asking.js";
+import { ask, Lost } from "./asking.js";
 import { h, mark, say } from "./dom.js";
 import { comparison } from "./comparison.js";
+import { federation } from "./federation.js";
 import { list } from "./list.js";
 import { run } from "./run.js";
 
@@ -32,7 +33,7 @@ function open() {
   main.replaceChildren();
   const first = shown === "";
   shown = `${name}/${rest}`;
-  view = name === "run" ? run(rest) : name === "compare" ? comparison(rest) : list(fields);
+  view = name === "run" ? run(rest) : name === "compare" ? comparison(rest) : name === "federation" ? federation() : list(fields);
   main.append(view.node);
   document.title = view.title ? `${view.title} · fedprompt` : "fedprompt runs";
   if (!first) {
@@ -65,4 +66,16 @@ addEventListener("hashchange", open);
 document.addEventListener("visibilitychange", () => document.hidden || beat(turn));
 document.getElementById("skip").addEventListener("click", () => main.focus());
 main.append(h("p", { class: "notice" }, "Reading runs…"));
-open();
+
+/** With a federation, its page comes first, and a link leads back to it. */
+async function start() {
+  try {
+    const { federation: known } = await ask("about");
+    document.getElementById("federation").hidden = !known;
+    if (known && !location.hash) history.replaceState(null, "", "#/federation");
+  } catch (error) {
+    console.error(error); // the heartbeat tells that the connection is lost
+  }
+  open();
+}
+start();

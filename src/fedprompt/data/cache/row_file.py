@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import threading
@@ -13,7 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from fedprompt.io.cache_key import CODE, code, folder_key, key_of, require_own
+from fedprompt.io.file_locks import keep_from_removal, lock
 from fedprompt.io.files import open_plain
+from fedprompt.io.positioned_io import read_at, write_at
 
 BLOCK = 4096  # bytes that a file system gives at least
 STRETCH = 2**22  # bytes that are read or written at once, unless one row is longer
@@ -91,25 +92,26 @@ class RowFile:
         for handle in (self._file, self._codes):
             require_own(os.fstat(handle), self.path)
         if flags & os.O_RDWR:  # sparse: no space is taken before it is filled
-            os.ftruncate(self._file, self._rows * self._bytes)
-            os.ftruncate(self._codes, self._rows * CODE)
+            for handle, length in ((self._file, self._rows * self._bytes), (self._codes, self._rows * CODE)):
+                if os.fstat(handle).st_size != length:  # Windows leaves no mapped file another length
+                    os.ftruncate(handle, length)
             with suppress(OSError):
                 self.path.with_suffix(".crc").unlink()  # of an older version
         elif os.fstat(self._file).st_size != self._rows * self._bytes:
             raise OSError(f"{self.path} has another size")
         if self._rows:
-            mapped = mmap.mmap(self._file, self._rows * self._bytes, prot=mmap.PROT_READ)
+            mapped = mmap.mmap(self._file, self._rows * self._bytes, access=mmap.ACCESS_READ)
             self._map = np.frombuffer(mapped, dtype=np.uint8).reshape(self._rows, self._bytes)
 
     def _look_at(self, rows: np.ndarray) -> None:
         """Hold rows, in rising order, against their codes. Those without one, which is 0, are not even read."""
         first = int(rows[0])
         length = CODE * (int(rows[-1]) + 1 - first)
-        stored = os.pread(self._codes, length, CODE * first)
+        stored = read_at(self._codes, length, CODE * first)
         codes = np.frombuffer(stored.ljust(length, b"\0"), dtype=np.uint8).reshape(-1, CODE)
         rows = rows[codes[rows - first].any(axis=1)]
         for stretch in _stretches(rows, max(1, STRETCH // self._bytes)):
-            content = os.pread(self._file, len(stretch) * self._bytes, int(stretch[0]) * self._bytes)
+            content = read_at(self._file, len(stretch) * self._bytes, int(stretch[0]) * self._bytes)
             found = self._made(stretch, memoryview(content))
             stretch = stretch[: len(found)]
             self._good[stretch[(found == codes[stretch - first]).all(axis=1)]] = True
@@ -126,7 +128,7 @@ class RowFile:
     def _put(self, handle: int, size: int, rows: np.ndarray, content: np.ndarray) -> None:
         place = 0
         for stretch in _stretches(rows, max(1, STRETCH // size)):
-            _write(handle, content[place : place + len(stretch)].data.cast("B"), int(stretch[0]) * size)
+            write_at(handle, content[place : place + len(stretch)].data.cast("B"), int(stretch[0]) * size)
             place += len(stretch)
 
     def _close(self) -> None:
@@ -145,7 +147,8 @@ def space(path: Path) -> int:
     total = 0
     for part in (path, _codes_path(path)):
         with suppress(OSError):
-            total += part.stat().st_blocks * 512
+            status = part.stat()
+            total += status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
     return total
 
 
@@ -166,7 +169,7 @@ def remove_unused(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(handle)
         _codes_path(path).unlink(missing_ok=True)  # first: who makes the file anew must not find them
         path.unlink()
     except OSError:
@@ -181,7 +184,7 @@ def _held(path: Path, flags: int) -> int:
     while True:
         handle = open_plain(path, flags)
         with suppress(OSError):  # a file system without locks: then it cannot be removed either
-            fcntl.flock(handle, fcntl.LOCK_SH)
+            keep_from_removal(handle)
         if os.fstat(handle).st_nlink:
             return handle
         os.close(handle)  # removed between the two
@@ -195,9 +198,3 @@ def _stretches(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
     """Rising rows as stretches of neighbours, none longer than `most`."""
     for stretch in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
         yield from (stretch[start : start + most] for start in range(0, len(stretch), most))
-
-
-def _write(handle: int, content: memoryview, offset: int) -> None:
-    while content:
-        written = os.pwrite(handle, content, offset)
-        content, offset = content[written:], offset + written

@@ -27,10 +27,10 @@ from fedprompt.data.partition.schemes import (
     by_label_subsets,
     evenly,
 )
-from fedprompt.data.partition.split import train_and_test
+from fedprompt.data.partition.split import check_groups, long_tail, train_and_test
 from fedprompt.data.partition.validation import with_validation
 from fedprompt.data.sources.base import Source
-from fedprompt.errors import ConfigError, ContractError, DataError, broken
+from fedprompt.errors import ConfigError, ContractError, DataError, broken, did_you_mean, same_name
 
 Scheme = Callable[..., Sequence[Pair]]
 Given = TypeVar("Given", bound=Scheme)
@@ -57,19 +57,27 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
             raise ConfigError(broken("partition.manifest", "name a JSON file for scheme 'manifest'", None))
         manifest = Manifest.load(partition.manifest)
         manifest.check(source)
+        check_groups(source, "partition.manifest", [lists.values for lists in manifest.clients.parts.values()])
         if data.validation is None or manifest.clients.validation is not None:
             return manifest
         held = manifest.clients
         made_by = {**manifest.scheme, "validation": {"size": data.validation, "seed": data.split_seed}}
         return replace(manifest, clients=_clients(source, data, held.names, held.train, held.test), scheme=made_by)
     train, test = train_and_test(source, data)
+    if data.imbalance is not None:
+        train = long_tail(train, source.labels, data.imbalance)
     if partition.clients > len(train):
         raise ConfigError(
             broken("partition.clients", f"be at most the {len(train)} training images", partition.clients)
         )
     supply = Supply(source.labels, source.domains, train, test, source.class_names, source.domain_names)
+    unseen = None
+    if data.unseen_domain is not None:
+        supply, unseen = without_domain(supply, data.unseen_domain)
     seed = partition.seed if partition.seed is not None else seed
     division = divide(supply, partition, seed)
+    if unseen is not None:
+        division = replace(division, test=IndexLists.of([unseen] * partition.clients))
     names = NumberedNames(partition.clients)
     _check_sizes(division, names, partition)
     return Manifest(
@@ -84,6 +92,26 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
             "data": data.model_dump(mode="json", exclude={"source", "format", "resize"}),
         },
     )
+
+
+def without_domain(supply: Supply, name: str) -> tuple[Supply, np.ndarray]:
+    """The images of the other domains, and the test images of this one."""
+    found = same_name(name, supply.domain_names)
+    if found is None or len(supply.domain_names) == 1:
+        rule = f"be one of several domains ({', '.join(supply.domain_names)})"
+        raise DataError(broken("data.unseen_domain", rule, name) + did_you_mean(name, supply.domain_names))
+    number = supply.domain_names.index(found)
+    unseen = supply.test[supply.domains[supply.test] == number]
+    if not len(unseen):
+        raise DataError(broken("data.unseen_domain", "be a domain with test images", name))
+    rest = replace(
+        supply,
+        domains=supply.domains - (supply.domains > number),
+        train=supply.train[supply.domains[supply.train] != number],
+        test=supply.test[supply.domains[supply.test] != number],
+        domain_names=tuple(each for each in supply.domain_names if each != found),
+    )
+    return rest, unseen
 
 
 def _clients(source: Source, data: DataConfig, names: Sequence[str], train: IndexLists, test: IndexLists) -> Clients:

@@ -1,4 +1,4 @@
-"""The clients of a partition as files, one each: the images that every site of a federation would hold.
+"""The clients of a partition as files, one each: the images, or sentences, that every site of a federation would hold.
 
 A site that reads its file has the images of that client in the client's order, pixel by pixel, so a federation of such
 sites can be compared with a run on one machine.
@@ -41,7 +41,10 @@ def export_clients(source: Source, manifest: Manifest, directory: Path) -> list[
         raise DataError(broken("data.validation", rule, f"{len(manifest.clients.validation.values)} images"))
     paths = _paths(manifest, directory)
     names = {"classes": list(manifest.class_names), "domains": list(manifest.domain_names)}
-    columns = {"image": pa.binary(), "label": pa.int64(), "domain": pa.int64(), "split": pa.string()}
+    item = {"text": pa.string()} if source.holds == "sentences" else {"image": pa.binary()}
+    columns = {**item, "label": pa.int64(), "domain": pa.int64(), "split": pa.string()}
+    if source.groups is not None:
+        columns["group"] = pa.int64()
     schema = pa.schema(list(columns.items()), metadata={"fedprompt": json.dumps(names)})
     _claim(directory)
     for client, path in zip(manifest.clients, paths, strict=True):
@@ -77,19 +80,23 @@ def _claim(directory: Path) -> None:
 
 def _row_groups(source: Source, client: ClientData) -> Iterator[dict[str, list[object]]]:
     """The columns of one row group after the other, of a size that a reader can hold in memory."""
-    group: dict[str, list[object]] = {"image": [], "label": [], "domain": [], "split": []}
+    sentences = source.holds == "sentences"
+    group: dict[str, list[object]] = {"text" if sentences else "image": [], "label": [], "domain": [], "split": []}
+    if source.groups is not None:
+        group["group"] = []
     size = 0
     for split in PARTS:
         for index in getattr(client, split).tolist():
-            image = _png(source.image(index))
-            row = (image, int(source.labels[index]), int(source.domains[index]), split)
+            item = source.sentence(index) if sentences else _png(source.image(index))
+            row: list[object] = [item, int(source.labels[index]), int(source.domains[index]), split]
+            row += [] if source.groups is None else [int(source.groups[index])]
             for column, value in zip(group.values(), row, strict=True):
                 column.append(value)
-            size += len(image)
-            if len(group["image"]) == GROUP_ROWS or size >= GROUP_BYTES:
+            size += len(item)
+            if len(group["label"]) == GROUP_ROWS or size >= GROUP_BYTES:
                 yield group
                 group, size = {name: [] for name in group}, 0
-    if group["image"]:
+    if group["label"]:
         yield group
 
 

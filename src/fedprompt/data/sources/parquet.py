@@ -56,11 +56,11 @@ class ParquetSource(Source):
                 if column not in present:
                     raise DataError(f"{path}: " + broken("parquet columns", f"include {column!r}", present))
             small = [column for column in ("label", "domain", "split", "rank", "group") if column in present]
-            columns = {name: _values(values) for name, values in _columns(self._file, small).items()}
+            columns = {name: column_values(values) for name, values in small_columns(self._file, small).items()}
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
             raise DataError(f"data.source must be a readable parquet file: {path}: {error}") from error
         metadata = self._file.schema_arrow.metadata or {}
-        classes, domains = _declared_names(path, metadata)
+        classes, domains = declared_names(path, metadata)
         self.name = path.stem
         self._where = path.name
         if "label" in columns:
@@ -72,8 +72,8 @@ class ParquetSource(Source):
         else:
             self.domains, self.domain_names = np.zeros(len(self.labels), dtype=np.int64), NO_DOMAINS
         self.splits = encode_splits(columns["split"], self._where) if "split" in columns else None
-        self.ranks = _ranks(columns["rank"], self._where) if "rank" in columns else None
-        self.groups = _groups(columns["group"], self._where) if "group" in columns else None
+        self.ranks = rank_numbers(columns["rank"], self._where) if "rank" in columns else None
+        self.groups = group_numbers(columns["group"], self._where) if "group" in columns else None
         self.fingerprint = fingerprint.of_file(path, cache)
         groups = self._file.metadata.num_row_groups
         sizes = [self._file.metadata.row_group(group).num_rows for group in range(groups)]
@@ -123,7 +123,7 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _values(column: pa.ChunkedArray) -> list[Any]:
+def column_values(column: pa.ChunkedArray) -> list[Any]:
     """The values of a column; equal names are one object."""
     if not pa.types.is_dictionary(column.type):
         return list(column.to_pylist())
@@ -134,14 +134,14 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
     return values
 
 
-def _ranks(values: list[Any], where: str) -> np.ndarray:
+def rank_numbers(values: list[Any], where: str) -> np.ndarray:
     for row, value in enumerate(values):
         if type(value) is not int or not 0 <= value < 2**63:
             raise DataError(f"{where} row {row}: " + broken("rank", "be a whole number of at least 0", value))
     return np.array(values, dtype=np.int64)
 
 
-def _groups(values: list[Any], where: str) -> np.ndarray:
+def group_numbers(values: list[Any], where: str) -> np.ndarray:
     """A number for every image, the same for images of one group."""
     for row, value in enumerate(values):
         if value is None or type(value) is not type(values[0]):
@@ -150,7 +150,7 @@ def _groups(values: list[Any], where: str) -> np.ndarray:
     return np.array([numbers[value] for value in values], dtype=np.int64)
 
 
-def _columns(file: pq.ParquetFile, names: list[str]) -> dict[str, pa.ChunkedArray]:
+def small_columns(file: pq.ParquetFile, names: list[str]) -> dict[str, pa.ChunkedArray]:
     """Labels and other small columns, after checks of their type and size."""
     for name in names:
         kind = file.schema_arrow.field(name).type
@@ -166,7 +166,7 @@ def _columns(file: pq.ParquetFile, names: list[str]) -> dict[str, pa.ChunkedArra
     return {name: table.column(name) for name in names}
 
 
-def _declared_names(path: Path, metadata: dict[bytes, bytes]) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+def declared_names(path: Path, metadata: dict[bytes, bytes]) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
     """Class and domain names from the JSON beside the file, else from metadata of ours or of the `datasets` library."""
     sidecar = path.with_suffix(".json")
     if sidecar.is_file():

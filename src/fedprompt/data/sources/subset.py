@@ -19,7 +19,7 @@ class Selection(Source):
     """Some images of another source, in its order; labels count the chosen classes."""
 
     def __init__(self, whole: Source, indices: np.ndarray, class_names: tuple[str, ...]) -> None:
-        self._whole, self._indices = whole, indices
+        self._whole, self._indices, self.holds = whole, indices, whole.holds
         self.name, self.class_names, self.domain_names = whole.name, class_names, whole.domain_names
         places = {name: place for place, name in enumerate(class_names)}
         renamed = np.array([places.get(name, -1) for name in whole.class_names])
@@ -34,6 +34,9 @@ class Selection(Source):
 
     def image(self, index: int) -> Image.Image:
         return self._whole.image(int(self._indices[index]))
+
+    def sentence(self, index: int) -> str:
+        return self._whole.sentence(int(self._indices[index]))
 
 
 def select(source: Source, data: DataConfig) -> Source:

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.error import FlowerError
-from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 
+from fedprompt.engines.flower.compat import (
+    FlowerError,
+    ListNodesRequest,
+    RegisterNodeRequest,
+    UnregisterNodeRequest,
+    control_client,
+)
 from fedprompt.errors import RunError
 
 GONE = "unregistered"
@@ -42,12 +45,7 @@ class Register:
     """The register of a running SuperLink. ConnectionError if none answers, RunError if it refuses."""
 
     def __init__(self, address: str, ca_certificate: Path | None) -> None:
-        self._client = ControlHttpClient.from_server_address(
-            server_address=address,
-            insecure=ca_certificate is None,
-            root_certificates=None if ca_certificate is None else ca_certificate.read_bytes(),
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
-        )
+        self._client = control_client(address, ca_certificate)
 
     def __enter__(self) -> Register:
         return self

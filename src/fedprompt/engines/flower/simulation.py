@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
+from importlib.util import find_spec
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,14 @@ from flwr.simulation import run_simulation
 
 from fedprompt.config import EngineConfig
 from fedprompt.engines.flower.transport import GridPost, Work, answered, order_in
-from fedprompt.errors import RunError
+from fedprompt.errors import ConfigError, RunError, broken
 
 if TYPE_CHECKING:
     from fedprompt.engines.remote.node import SimulatedNode
+
+if find_spec("ray") is None:
+    rule = "be another kind where Ray is not installed"
+    raise ConfigError(broken("engine.kind", rule, "flower-simulation") + ": pip install 'fedprompt[flower-simulation]'")
 
 AHEAD = 2  # open orders per Ray process
 

@@ -24,31 +24,18 @@ import json
 import logging
 import os
 import re
-import sys
-from base64 import b64decode
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
-from importlib import import_module
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
-from fastapi import HTTPException, Request
-from flwr.proto.fleet_pb2 import ActivateNodeRequest
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
-from flwr.superlink import extensions, main
-from flwr.superlink.routers.fleet.node_auth import authenticate_node
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
-from starlette.middleware import Middleware
 
+from fedprompt.engines.flower import compat
 from fedprompt.engines.flower.connection_limits import SETTINGS, VISIT, Visit
-from fedprompt.errors import RunError
-
-program: Any = import_module("flwr.superlink.cli.flower_superlink")  # the package has a function of that name
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -74,7 +61,7 @@ _FOR_NODES = re.compile(r"/health|/v1/fleet/[a-z-]+")
 
 
 class Gate:
-    """ASGI middleware: the whole application for this machine, the routes of nodes for others."""
+    """Stands before an application: all of it for this machine, the routes of nodes for others."""
 
     def __init__(self, app: Application, own_address: bool = False) -> None:
         """With `own_address`, a peer with the address its connection arrived at is this machine."""
@@ -95,7 +82,7 @@ class Gate:
 
     async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request of a node route once it is complete, within the sender's limits of size and time."""
-        key = await proven_key(scope)
+        key = await proven_key(self._app, scope)
         visit: Visit | None = scope.get(VISIT)
         if visit is not None:
             visit.belongs_to(key)
@@ -164,29 +151,9 @@ class Flight:
         return self._taken[key] + size <= LARGEST_REQUEST and self._taken.total() + size <= IN_FLIGHT
 
 
-async def proven_key(scope: Scope) -> bytes:
-    """The public key of the node that sent a request, from the proof in its headers; empty if there is none.
-
-    This calls Flower's own check. Flower repeats it, together with the body, when the body has arrived.
-    """
-    headers = Headers(scope=scope)
-    try:
-        key = b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
-    except (KeyError, ValueError):
-        return b""
-
-    def is_known() -> bool:
-        nodes = scope["app"].state.linkstate_factory.state()
-        if nodes.get_node_id_by_public_key(key) is None:
-            return False
-        claim = SimpleNamespace(protobuf_request=ActivateNodeRequest(public_key=key))
-        try:
-            authenticate_node(cast(Request, SimpleNamespace(headers=headers, state=claim)))
-        except HTTPException:
-            return False
-        return True
-
-    return key if await run_in_threadpool(is_known) else b""
+async def proven_key(app: Application, scope: Scope) -> bytes:
+    """The public key of the node that sent a request, from the proof in its headers; empty if there is none."""
+    return await run_in_threadpool(compat.proven, app, Headers(scope=scope))
 
 
 def _announced(scope: Scope) -> int:
@@ -239,33 +206,19 @@ def serve(arguments: Sequence[str], own_address: bool) -> None:
         os.environ.pop(name, None)
     os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn ignores headers about the sender
     logging.getLogger("uvicorn.access").addFilter(failures_only)
-    put_up_gate(own_address)
-    sys.argv = ["flower-superlink", *arguments]
-    program.flower_superlink()
+    app, where = compat.superlink(arguments)
+    behind_gate(app, own_address, **where)
+
+
+def behind_gate(app: Any, own_address: bool = False, **settings: Any) -> None:
+    """Serve an application of Flower with the gate before it and limits for its connections."""
+    uvicorn.run(app=Gate(app, own_address), log_config=None, **settings, **SETTINGS)
 
 
 def failures_only(record: logging.LogRecord) -> bool:
     """Keeps the frequent requests of nodes out of the log, unless they were refused."""
     status = record.args[-1] if isinstance(record.args, tuple) and record.args else None
     return not isinstance(status, int) or status >= 400
-
-
-def put_up_gate(own_address: bool = False) -> None:
-    """Install the gate as Flower's middleware and the connection limits in its server; raise if Flower has no such hook."""
-    before = extensions.get_middleware
-    extensions.get_middleware = lambda: (Middleware(Gate, own_address=own_address), *before())
-    built = main._get_middleware()
-    if not built or built[0].cls is not Gate:  # type: ignore[comparison-overlap]
-        raise RunError(
-            "the installed version of Flower no longer reads middleware from flwr.superlink.extensions, so its Control "
-            "API would be open to other machines; install the version of fedprompt[flower]"
-        )
-    if not hasattr(program, "uvicorn"):
-        raise RunError(
-            "the installed version of Flower no longer starts its server by uvicorn.run, so connections would "
-            "have no limits; install the version of fedprompt[flower]"
-        )
-    program.uvicorn = SimpleNamespace(run=partial(uvicorn.run, **SETTINGS))
 
 
 def _address(end: Sequence[Any] | None) -> IPv4Address | IPv6Address | None:

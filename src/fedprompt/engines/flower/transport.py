@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import httpx
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedprompt.core.messages import Failure
+from fedprompt.engines.flower.compat import UNAVAILABLE
 from fedprompt.engines.remote.protocol import Answer
 from fedprompt.errors import RunError
 
@@ -49,11 +49,14 @@ class GridPost:
         patience: float = 0.0,
         window: int = 10**6,
         over: Callable[[], bool] = lambda: False,
+        late_rounds: int = 0,
     ) -> None:
         """A node has `deadline` seconds for an order. A round waits `patience` seconds for a node that is not connected.
 
-        `over` returns True when the answers are no longer needed.
+        `over` returns True when the answers are no longer needed. Messages stay for `late_rounds` more deadlines.
         """
+        self._life = (1 + late_rounds) * deadline + SKEW
+        self._missed: dict[int, str] = {}  # the message of each client that missed its deadline
         self._grid, self._deadline, self._patience, self._window = grid, deadline, patience, window
         self._over = over
 
@@ -62,9 +65,9 @@ class GridPost:
         return dict(enumerate(sorted(self._grid.get_node_ids())))
 
     def deliver(
-        self, orders: Iterable[tuple[int, bytes]], patience: float | None = None
+        self, orders: Iterable[tuple[int, bytes | None]], patience: float | None = None
     ) -> Iterator[tuple[int, bytes | Failure]]:
-        """The answers as they arrive. `patience`, if given, replaces the usual one."""
+        """The answers as they arrive. `patience`, if given, replaces the usual one. None asks for a late answer."""
         patience = self._patience if patience is None else patience
         waiting: dict[str, tuple[int, float]] = {}  # message -> client and its deadline
         absent: dict[int, bytes] = {}
@@ -81,10 +84,19 @@ class GridPost:
             while not exhausted and len(waiting) + len(ready) < self._window:
                 following = next(more, None)
                 exhausted = following is None
-                if following is not None and following[0] in nodes:
-                    ready.append(following)
-                elif following is not None:
-                    absent[following[0]] = following[1]
+                if following is None:
+                    continue
+                client, order = following
+                if order is None:
+                    number = self._missed.get(client)
+                    if number is None or client not in nodes:
+                        yield client, Failure(client, "absent", "must be connected to send what is late")
+                    else:
+                        waiting[number] = (client, time.monotonic() + self._deadline)
+                elif client in nodes:
+                    ready.append((client, order))
+                else:
+                    absent[client] = order
             waiting |= self._sent(ready, nodes)
             came = False
             for client, answer in self._arrived(waiting):
@@ -101,6 +113,8 @@ class GridPost:
         numbers: list[str | None] = list(self._grid.push_messages(messages))
         numbers = numbers or [None] * len(messages)  # None: too large for Flower
         end = time.monotonic() + self._deadline
+        for client, _ in orders:
+            self._missed.pop(client, None)
         return {
             number or f"unsent {client}": (client, end if number else -math.inf)
             for (client, _), number in zip(orders, numbers, strict=True)
@@ -108,7 +122,7 @@ class GridPost:
 
     def _message(self, node: int, order: bytes) -> Message:
         content = RecordDict({RECORD: ConfigRecord({ORDER: order})})
-        return Message(content, node, MessageType.TRAIN, ttl=self._deadline + SKEW)
+        return Message(content, node, MessageType.TRAIN, ttl=self._life)
 
     def _arrived(self, waiting: dict[str, tuple[int, float]]) -> Iterator[tuple[int, bytes | Failure]]:
         """New answers and missed deadlines; both are removed from `waiting`."""
@@ -125,6 +139,8 @@ class GridPost:
         now = time.monotonic()
         for number in [number for number, (_, end) in waiting.items() if end < now]:
             client, end = waiting.pop(number)
+            if end > 0:
+                self._missed[client] = number
             late = Failure(client, "deadline", f"must answer within {self._deadline:g} s")
             yield client, late if end > 0 else Failure(client, "absent", "must be there to take a message of this size")
 
@@ -134,7 +150,7 @@ class GridPost:
 
     def _read(self, client: int, message: Message) -> bytes | Failure:
         if message.has_error():
-            gone = message.error.code == ErrorCode.NODE_UNAVAILABLE
+            gone = message.error.code == UNAVAILABLE
             return Failure(client, "absent" if gone else "node", str(message.error.reason)[:LONGEST_REASON])
         answer = _field(message, ANSWER)
         return Failure(client, "message", f"must have a field {ANSWER!r} of bytes") if answer is None else answer
@@ -143,9 +159,11 @@ class GridPost:
 class SitesByGrid(GridPost):
     """The same for sites, identified by the names of their registered keys."""
 
-    def __init__(self, grid: Grid, deadline: float, patience: float, trusting: bool = False) -> None:
+    def __init__(
+        self, grid: Grid, deadline: float, patience: float, trusting: bool = False, late_rounds: int = 0
+    ) -> None:
         """`trusting` accepts the name that an unregistered node gives itself: for insecure federations only."""
-        super().__init__(grid, deadline, patience)
+        super().__init__(grid, deadline, patience, late_rounds=late_rounds)
         self._trusting = trusting
         self._introductions: dict[int, str] = {}
         self._names: tuple[str, ...] = ()

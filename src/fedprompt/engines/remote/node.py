@@ -7,11 +7,11 @@ update passes the audit of `core/wire.py`. An error message for the server never
 from __future__ import annotations
 
 import json
-import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from fedprompt.client.runtime import ClientRuntime, UsesTrainingImages
 from fedprompt.config import BackboneConfig, Config, DataConfig, EngineConfig, OutputConfig
 from fedprompt.config.registries import BACKBONES
 from fedprompt.core import registry, wire
-from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.data.site_data import Agreed, agree, open_site, site_manifest
 from fedprompt.data.sources.base import Source
 from fedprompt.engines.remote import site_figures
@@ -40,48 +39,75 @@ from fedprompt.engines.remote.order_checks import (
     reported,
 )
 from fedprompt.engines.remote.privacy_ledger import EXACT, PrivacyLedger
-from fedprompt.engines.remote.protocol import Answer, Meeting, Order, Setting, read_result
+from fedprompt.engines.remote.protocol import LONGEST_NAME, Answer, Meeting, Order, Setting, read_result
 from fedprompt.engines.remote.release_ledger import Entry, Ledger, question
 from fedprompt.engines.remote.run_records import RunRecord, digest, pinned_settings
 from fedprompt.engines.remote.site_policy import Refused, SitePolicy, refused_method, refused_settings
 from fedprompt.engines.remote.site_split import SiteSplit
 from fedprompt.errors import DivergenceError, FedpromptError, RunError
 from fedprompt.features.image_bank import ImageBank
+from fedprompt.features.item_store import open_store
 from fedprompt.io.bounded_read import strict_json
 from fedprompt.io.files import write_atomically
-from fedprompt.io.safe_text import safe_text
+from fedprompt.io.log_lines import fact
 from fedprompt.metrics.accuracy import ClientResult
 from fedprompt.privacy import mechanism
 from fedprompt.privacy.keystream import Keystream, new_keystream
 from fedprompt.tensors import Tensors
 
 
+@dataclass(frozen=True)
+class Done:
+    """An order and its answer, as far as someone who watches the node may know."""
+
+    kind: str
+    run: str
+    """The name of the run, or its number."""
+    round: int | None
+    seconds: float
+    rule: str | None
+    """Why it was refused, or failed."""
+    bytes_in: int
+    bytes_out: int
+
+
 class Node(ABC):
     """Carries out the orders of one run at a time; data and backbone stay in memory between orders."""
 
     def __init__(self) -> None:
+        self.told: Callable[[Done], None] = lambda done: None
+        """Called after every order."""
         self._known: Setting | None = None
         self._client = -1
         self._made: tuple[ClientRuntime, NodeState] | None = None
 
     def answer(self, blob: bytes) -> bytes:
         """The answer to an order. An error is also returned as an answer."""
+        begin = time.monotonic()
         try:
             order = Order.from_bytes(blob)
         except ValueError as error:
             return Answer(("order", f"order is malformed: {error}")).to_bytes()
+        answer = self._answered(order)
+        packed, about = answer.to_bytes(), _about(order)
+        rule = (answer.failure or answer.withheld or (None,))[0]
+        seconds = time.monotonic() - begin
+        self.told(Done(order.kind, about["run"], about["round"], seconds, rule, len(blob), len(packed)))
+        return packed
+
+    def _answered(self, order: Order) -> Answer:
         try:
-            return self._done(order).to_bytes()
+            return self._done(order)
         except Refusal as refusal:
-            log(f"refused: {refusal}")
+            fact(f"refused: {refusal}", "warning", **_about(order))
             failure = (refusal.rule, str(refusal))
         except FedpromptError as error:
-            log(f"{type(error).__name__}: {error}")
+            fact(f"{type(error).__name__}: {error}", "error", **_about(order))
             failure = reported(error)
         except Exception as error:
-            log(traceback.format_exc())
+            fact(traceback.format_exc(), "error", **_about(order))
             failure = ("error", f"{type(error).__name__}: see the log of the node")
-        return Answer(failure).to_bytes()
+        return Answer(failure)
 
     @abstractmethod
     def meet(self, setting: Setting) -> Meeting:
@@ -222,7 +248,7 @@ class Site(Node):
             if not is_private(runtime) and self.policy.evaluate != "noised":
                 ledger.note(round, request, Entry(b"", {}))  # that it fails may depend on images: it is the answer
                 raise
-            log(f"evaluation of round {round} failed: {type(error).__name__}: {error}")
+            fact(f"evaluation of round {round} failed: {type(error).__name__}: {error}", "error", **_about(order))
             result = site_figures.nothing_right(len(images))
         result = site_figures.released(self.policy, result)
         ledger.note(round, request, Entry(json.dumps(result.to_json()).encode(), {}))
@@ -259,7 +285,7 @@ class Site(Node):
         except Exception as error:
             if is_about_files(error):
                 raise
-            log(f"{_description(order)} failed: {type(error).__name__}: {error}")
+            fact(f"{_description(order)} failed: {type(error).__name__}: {error}", "error", **_about(order))
             return wire.pack(runtime.nothing(order.train or 0, order.client, received))
 
     def _afford(self, complaint: str | None) -> None:
@@ -268,7 +294,7 @@ class Site(Node):
 
     def _done(self, order: Order) -> Answer:
         begin = time.monotonic()
-        log(f"begins: {_description(order)}")
+        fact(f"begins: {_description(order)}", **_about(order))
         try:
             for name, tensor in order.received.items():
                 if not wire.is_finite(tensor):
@@ -276,7 +302,7 @@ class Site(Node):
             return super()._done(order)
         finally:
             taken = time.monotonic() - begin
-            log(f"ends: {_description(order)}, after {taken:.1f} s")
+            fact(f"ends: {_description(order)}, after {taken:.1f} s", **_about(order))
             if self._made is not None and self._known is not None and self._known.run == order.setting.run:
                 RunRecord(self._directory, order.setting.run).add_seconds(taken)
 
@@ -341,7 +367,7 @@ class Site(Node):
         record.pin(pinned)
         source = Agreed(own, class_names)
         manifest = site_manifest(source, self._split().applied(config.data), names, client)
-        pixels = ImageStore(source, backbone.shape.image_size, config.data.resize, self._directory / "cache")
+        pixels = open_store(source, backbone, config.data.resize, self._directory / "cache")
         states = NodeState(record.folder, self._anew)
         self._notice_changes(source, setting.run)
         bank = ImageBank(source, manifest, pixels, backbone, config.engine)
@@ -361,14 +387,14 @@ class Site(Node):
     def _split(self) -> SiteSplit:
         split = SiteSplit.of(self._directory, self.policy)
         if split.differs(self.policy):
-            log(f"WARNING: the choice of images is still the one of this site's first contact: {split}")
+            fact(f"the choice of images is still the one of this site's first contact: {split}", "warning")
         return split
 
     def _notice_changes(self, source: Source, run: str) -> None:
         """Log a warning if the images have changed since this node joined the run."""
         note = self._directory / "states" / run / "images"
         if note.exists() and note.read_text(encoding="ascii") != source.fingerprint:
-            log(f"WARNING: images at {self._data} have changed since this node joined the run; results may, too")
+            fact(f"images at {self._data} have changed since this node joined the run; results may, too", "warning")
         write_atomically(note, source.fingerprint.encode())
 
     def _parsed(self, setting: Setting) -> Config:
@@ -410,8 +436,13 @@ def unknown_noise(round: int, client: int) -> Keystream:
     return new_keystream()
 
 
-def log(text: str) -> None:
-    print(safe_text(text), file=sys.stderr, flush=True)
+def _about(order: Order) -> dict[str, Any]:
+    """Run and round of an order, for the log; the run by its number where its settings cannot be read."""
+    try:
+        name = configuration.parse(order.setting.config, check_names=False).run_name
+    except FedpromptError:
+        name = order.setting.run
+    return {"run": name[:LONGEST_NAME], "round": order.evaluate if order.train is None else order.train}
 
 
 def _description(order: Order) -> str:

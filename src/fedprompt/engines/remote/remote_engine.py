@@ -25,13 +25,27 @@ from fedprompt.metrics.accuracy import ClientResult
 from fedprompt.privacy.mechanism import as_sent
 from fedprompt.tensors import Tensors
 
+DEADLINE = "deadline"  # the rule of a client that did not answer in time
 ENVELOPE = 2**20  # bytes of a message besides its tensors: names and shapes, figures of an evaluation
 
 
 class Transport(Protocol):
-    """Carries orders to clients. Every client eventually gives one answer or one failure, in any order."""
+    """Carries orders to clients. Every client eventually gives one answer or one failure, in any order.
 
-    def deliver(self, orders: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | Failure]]: ...
+    None instead of an order asks for the answer to the client's last one, which missed its deadline.
+    """
+
+    def deliver(self, orders: Iterable[tuple[int, bytes | None]]) -> Iterator[tuple[int, bytes | Failure]]: ...
+
+
+@dataclass(frozen=True)
+class Open:
+    """An order to train that missed its deadline and may still be answered."""
+
+    client: int
+    round: int
+    kept_as: int | None
+    received: Tensors
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,8 @@ class Arrived:
 
     answer: Answer | Failure
     kept_as: int | None = None
+    late: Open | None = None
+    """The order that it is about, if that missed its deadline before."""
 
 
 class Remote:
@@ -52,8 +68,11 @@ class Remote:
         states: ClientStates,
         most_bytes: Mapping[str, int],
         device: torch.device,
+        late_rounds: int = 0,
     ) -> None:
-        """`most_bytes`: limit for an update, by the phase in which it is sent."""
+        """`most_bytes`: limit for an update, by the phase in which it is sent. An update may be `late_rounds` late."""
+        self._late_rounds = late_rounds
+        self._open: dict[int, Open] = {}  # by client; they get no other order meanwhile
         self._post, self._setting, self._states = post, setting, states
         self._most_bytes, self._device = most_bytes, device
         self._early: dict[
@@ -66,29 +85,46 @@ class Remote:
             yield self._reply(client, arrived, "start")
 
     def train(self, round: int, clients: Sequence[int], download: Download) -> Iterator[LocalUpdate | Failure]:
-        """The replies that have already arrived, then those of the other clients."""
-        early = {client: self._early.pop((round, client)) for client in clients if (round, client) in self._early}
+        """The replies that have already arrived, then those of the other clients, also of those that are late."""
+        early = {client: arrived for (number, client), arrived in self._early.items() if number == round}
         self._early.clear()  # leftovers of a round that was not requested
         for client, arrived in early.items():
-            download(client)  # counts the downloaded bytes
-            yield self._kept(client, arrived)
-        orders = (
-            replace(self._order("work", client, download(client)), train=round, keep_as=_new_number())
-            for client in clients
-            if client not in early
-        )
-        for client, arrived in self._delivered(orders):
-            yield self._kept(client, arrived)
+            if arrived.late is None and client in clients:
+                download(client)  # counts the downloaded bytes
+            if client in clients or arrived.late is not None:
+                yield from self._kept(round, client, arrived, client in clients)
+        self._give_up(round)
+
+        def orders() -> Iterator[Order | Open]:
+            for client in clients:
+                if client in early:
+                    continue
+                if client in self._open:
+                    yield self._open[client]
+                else:
+                    yield replace(self._order("work", client, download(client)), train=round, keep_as=_new_number())
+            yield from (each for client, each in self._open.items() if client not in {*clients, *early})
+
+        for client, arrived in self._delivered(orders()):
+            yield from self._kept(round, client, arrived, client in clients)
 
     def evaluate(
         self, round: int, clients: Sequence[int], download: Download, ahead: NextTraining | None = None
     ) -> Iterator[tuple[int, ClientResult] | Failure]:
-        """The results of a round. The same messages also order the next training."""
+        """The results of a round. The same messages also order the next training.
+
+        A client that is still working on an earlier order is not tested, but its late update is waited for.
+        """
         training = None if ahead is None else ahead()
         tested, trained = set(clients), set(training.clients) if training else set()
+        if training is None:
+            self._open.clear()  # the last round: nothing of theirs will count, so they are tested like the others
+        self._give_up(round + 1)
+        busy = dict(self._open)
 
-        def orders() -> Iterator[Order]:
-            for client in sorted(tested | trained):
+        def orders() -> Iterator[Order | Open]:
+            yield from busy.values()
+            for client in sorted((tested | trained) - busy.keys()):
                 if training is None or client not in trained:
                     yield replace(self._order("work", client, download(client)), evaluate=round)
                     continue
@@ -97,12 +133,14 @@ class Remote:
                 yield replace(order, evaluate=round) if client in tested else order
 
         for client, arrived in self._delivered(orders()):
-            if training is not None and client in trained:
+            if training is not None and (client in trained or arrived.late is not None):
                 self._early[training.round, client] = arrived
             if client not in tested:
                 continue
             answer = arrived.answer
-            if isinstance(answer, Answer) and answer.result is not None:
+            if client in busy:
+                yield Failure(client, "deadline", f"was still working on its order of round {busy[client].round}")
+            elif isinstance(answer, Answer) and answer.result is not None:
                 yield client, answer.result
             else:
                 withheld = answer.withheld if isinstance(answer, Answer) else None
@@ -122,25 +160,46 @@ class Remote:
         state, committed = number_of(self._states.get(client)), number_of(self._states.committed(client))
         return Order(kind, self._setting, client, state=state, committed=committed, received=received)
 
-    def _delivered(self, orders: Iterable[Order]) -> Iterator[tuple[int, Arrived]]:
-        numbers: dict[int, int | None] = {}
+    def _give_up(self, round: int) -> None:
+        """Wait no longer for what would be too late in this round."""
+        self._open = {client: each for client, each in self._open.items() if round - each.round <= self._late_rounds}
 
-        def packed() -> Iterator[tuple[int, bytes]]:
+    def _delivered(self, orders: Iterable[Order | Open]) -> Iterator[tuple[int, Arrived]]:
+        sent: dict[int, Order | Open] = {}
+
+        def packed() -> Iterator[tuple[int, bytes | None]]:
             for order in orders:
-                numbers[order.client] = order.keep_as
-                yield order.client, order.to_bytes()
+                sent[order.client] = order
+                yield order.client, order.to_bytes() if isinstance(order, Order) else None
 
         limit = max(self._most_bytes.values()) + 2 * ENVELOPE
         for client, came in self._post.deliver(packed()):
             answer = came if isinstance(came, Failure) else _read(client, came, limit)
-            yield client, Arrived(answer, numbers[client])
+            order, missed = sent[client], isinstance(came, Failure) and came.rule == DEADLINE
+            if isinstance(order, Open):
+                if not missed:
+                    self._open.pop(client, None)
+                yield client, Arrived(answer, order.kept_as, order)
+                continue
+            if missed and order.train is not None and self._late_rounds:
+                self._open[client] = Open(client, order.train, order.keep_as, dict(order.received))
+            yield client, Arrived(answer, order.keep_as)
 
-    def _kept(self, client: int, arrived: Arrived) -> LocalUpdate | Failure:
-        """The reply of a client that trained; the guard decides later whether its new state counts."""
+    def _kept(self, round: int, client: int, arrived: Arrived, asked: bool) -> Iterator[LocalUpdate | Failure]:
+        """The reply of a client that trained; the guard decides later whether its new state counts.
+
+        What did not come from a client that was not `asked` in this round is no failure of this round.
+        """
         reply = self._reply(client, arrived, "round")
+        if isinstance(reply, LocalUpdate) and arrived.late is not None:
+            if reply.round == arrived.late.round:
+                reply = replace(reply, round=round, late=round - reply.round, started=arrived.late.received)
+            else:
+                reply = Failure(client, "round", f"must answer round {arrived.late.round}, got {reply.round}")
         if isinstance(reply, LocalUpdate) and arrived.kept_as is not None:
             self._states.put(client, {KEPT_AS: torch.tensor(arrived.kept_as)})
-        return reply
+        if isinstance(reply, LocalUpdate) or asked:
+            yield reply
 
     def _reply(self, client: int, arrived: Arrived, when: str) -> LocalUpdate | Failure:
         answer = arrived.answer
@@ -182,4 +241,5 @@ def remote_engine(post: Transport, setting: Setting, config: Config, world: Worl
     """The engine whose clients are reached through a post."""
     guard = Guard(config.guard, as_sent(world.roles, config.privacy), private=config.privacy is not None)
     most_bytes = {when: guard.most_bytes(when) for when in ("start", "round")}
-    return Remote(post, setting, states, most_bytes, world.device)
+    late_rounds = config.federation.late_rounds if config.federation.staleness else 0
+    return Remote(post, setting, states, most_bytes, world.device, late_rounds)

@@ -1,0 +1,47 @@
+"""`federation.test_classes: own`: test images are classified among the classes that a client has trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import experiment, run
+
+from fedprompt.client.client_states import ClientStates
+from fedprompt.runs.run import Run
+
+pytestmark = pytest.mark.unit
+
+DISJOINT = {"scheme": "disjoint", "clients": 2}
+
+
+def figures(done: Run, name: str) -> list[float]:
+    results = done.reader.evaluations(2)
+    return [results[client][name] for client in sorted(results)]
+
+
+@pytest.mark.parametrize("cohort", [1, 2])
+def test_only_the_clients_own_classes_are_named(settings: Any, cohort: int) -> None:
+    shared = {"partition": DISJOINT, "engine": {"cohort": cohort}}
+    among_all = run(settings(name="all", **shared))
+    among_own = run(settings(name="own", federation={"test_classes": "own"}, **shared))
+    for own, everyone in zip(figures(among_own, "nll"), figures(among_all, "nll"), strict=True):
+        assert own < everyone  # the right class is an own one, and others get no probability
+    for own, everyone in zip(figures(among_own, "correct"), figures(among_all, "correct"), strict=True):
+        assert own >= everyone
+
+
+def test_probabilities_of_own_classes_keep_their_ratios_and_sum_to_one(settings: Any) -> None:
+    made = experiment(settings(partition=DISJOINT, federation={"test_classes": "own"}))
+    prepared = made.factory.prepare()
+    bank = made.factory.bank(prepared.source, prepared.manifest, prepared.backbone)
+    runtime = made.factory.client_runtime(prepared.source, prepared.world, bank, ClientStates(lambda client: None))
+    given = torch.rand(3, 4, 5).softmax(-1)
+    for client in range(2):
+        own = sorted(bank.images(client, "train").labels.unique().tolist())
+        found = runtime.testing._among_own(client, given)
+        others = [c for c in range(5) if c not in own]
+        assert not found[..., others].any()
+        torch.testing.assert_close(found.sum(-1), torch.ones(3, 4))
+        torch.testing.assert_close(found[..., own], given[..., own] / given[..., own].sum(-1, keepdim=True))
