@@ -570,6 +570,24 @@ def test_class_prompts_enter_before_the_last_quarter_of_the_blocks(blocks: int, 
     assert PEPFedPT(class_blocks=(0,)).blocks_of_classes(world) == (0,)
 
 
+def test_class_prompts_part_from_each_other_in_a_few_rounds(settings: Any) -> None:
+    """They start nearly equal. At the rate of shared prompts they would stay so, and a mixture would say nothing."""
+    values = settings(method={"name": "pep_fedpt", "shared_tokens": 2}, federation={"rounds": 3})
+    values["train"] = {"batch_size": 8}
+    made = experiment(values)
+    assert made.config.train.lrs == {"class_prompts": 20 * made.config.train.lr}
+    begun = made.factory.prepare().world.roles.shared["class_prompts"]
+    done = run(values)
+
+    def apart(prompts: Tensor) -> float:
+        return (prompts - prompts.mean(0)).norm().item()
+
+    after = shared_tensors(done)["class_prompts"]
+    assert apart(after) > 1.3 * apart(begun)
+    slow = run({**values, "name": "slow", "train": {"batch_size": 8, "lrs": {"class_prompts": 0.003}}})
+    assert apart(after - begun) > 5 * apart(shared_tensors(slow)["class_prompts"] - begun)
+
+
 @pytest.mark.parametrize(
     ("blocks", "query", "message"),
     [
