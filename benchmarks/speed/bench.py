@@ -4,7 +4,8 @@ Ratios only: ours and the alternative take turns in processes that are warm, wit
 What a row measures is in README.md. A part that cannot be measured here says why in its row, and the rest goes on.
 
     make bench
-    python benchmarks/speed/bench.py [--only toy clip vit start] [--repeats 5] [--steps 3] [--output FILE]
+    make bench DATA=folder   # whole jobs on real images: pacs.parquet and caltech101.parquet; else on embedded ones
+    python benchmarks/speed/bench.py [--only toy clip vit start jobs] [--repeats 5] [--steps 3] [--data FOLDER] [--output FILE]
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import whole_jobs
 import yaml
 from peers import QUIET, REQUIREMENTS, Unavailable, environment, printed, take_turns
 from toy import job
 
 HERE = Path(__file__).resolve().parent
 STEP_SECONDS = 1800  # the longest a part may take
+MINUTES = 24  # after which no further job begins: the whole benchmark is to end within 25 on an idle machine
+SHORTEST_ESTIMATE = 2.0  # seconds of rounds
+LARGEST_ERROR = 30  # per cent, of an estimate before a run
 POINTS_APART = 0.03  # of accuracy, that two sides of the toy job may be at its end
 START = {
     "data": {"source": "embedded", "train_per_cell": 10, "test_per_cell": 10},
@@ -196,6 +201,57 @@ def started(config: Path, number: int) -> tuple[float, float]:
     return seconds, used.ru_maxrss / 1024
 
 
+def jobs(data: Path | None, until: float) -> Part:
+    """(f) to (l): whole jobs against plain programs."""
+    rows: list[Row] = []
+    figures: dict[str, Any] = {"peak_gflops_per_second": whole_jobs.gemm_peak() / 1e9}
+    for work in whole_jobs.JOBS:
+        name = f"({work.letter}) {work.what}"
+        if time.monotonic() > until:
+            rows.append(Row(name, target=work.target, why=f"not begun: {MINUTES} minutes were over"))
+            continue
+        print(f"measuring: {name}", file=sys.stderr)
+        try:
+            with tempfile.TemporaryDirectory(prefix="fedprompt-job-") as folder:
+                found = whole_jobs.measure(work, data, Path(folder))
+        except Unavailable as error:
+            rows.append(Row(name, target=work.target, why=str(error)))
+            continue
+        figures[work.letter] = found
+        rows += job_rows(work, found, 1e9 * figures["peak_gflops_per_second"])
+    return Part(rows, figures)
+
+
+def job_rows(work: whole_jobs.Work, found: dict[str, Any], peak: float) -> list[Row]:
+    """The lines on one job."""
+    name, cold, warm, plain = f"({work.letter}) {work.what}", found["cold"], found["warm"], found.get("plain")
+    why = found.get("why", "" if work.plain else "no plain program is written")
+    beside = plain if plain is not None and not why else None
+    rows = [
+        Row(
+            f"{name}, {which}",
+            told(own["wall"]),
+            "-" if plain is None else told(plain["wall"]),
+            None if beside is None else beside["wall"] / own["wall"],
+            target=work.target if own is warm else None,
+            why=why if own is warm else "",
+        )
+        for which, own in (("warm", warm), ("cold", cold))
+    ]
+    speed = found["flops"] / warm["wall"]
+    share, most = 100 * speed / peak, f"{peak / 1e9:.3g} GFLOP/s"
+    rows.append(Row(f"{name}: share of the GEMM peak, warm", f"{speed / 1e9:.3g} GFLOP/s", most, share, "%", work.peak))
+    needs = [None if side is None else f"{told(side['cpu'])}, {side['megabytes']:.0f} MB" for side in (warm, plain)]
+    ratio = None if beside is None else beside["cpu"] / warm["cpu"]
+    rows.append(Row(f"{name}: CPU seconds and peak memory, warm", needs[0] or "-", needs[1] or "-", ratio))
+    expected, happened = found["estimated seconds of the rounds"], found["seconds of the rounds"]
+    if happened < SHORTEST_ESTIMATE:
+        return rows  # shorter than anybody asks about
+    error = 100 * abs(expected - happened) / happened
+    what = f"{name}: error of the estimate before it"
+    return [*rows, Row(what, told(expected), told(happened), error, "%", LARGEST_ERROR, at_most=True)]
+
+
 PARTS: dict[str, Callable[[int, int], Part]] = {"toy": toy, "clip": clip, "vit": vit, "start": start}
 
 
@@ -221,16 +277,18 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure all speed figures in one run.")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, "jobs"], default=[*PARTS, "jobs"])
     parser.add_argument("--repeats", type=int, default=5, help="of the toy jobs and the starts")
     parser.add_argument("--steps", type=int, default=3, help="how often each training step is timed")
+    parser.add_argument("--data", type=Path, help="a folder with pacs.parquet and caltech101.parquet, for the jobs")
     parser.add_argument("--output", type=Path, default=HERE / "bench.json")
     asked = parser.parse_args()
+    until = time.monotonic() + 60 * MINUTES
     about, parts = machine(), {}
     for name in asked.only:
         print(f"measuring: {name}", file=sys.stderr)
         try:
-            parts[name] = PARTS[name](asked.repeats, asked.steps)
+            parts[name] = jobs(asked.data, until) if name == "jobs" else PARTS[name](asked.repeats, asked.steps)
         except Unavailable as error:
             parts[name] = Part([Row(name, why=str(error))], {})
     rows = [row for part in parts.values() for row in part.rows]

@@ -29,7 +29,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
     yield bench
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("bench", "peers", "toy"):
+        if name.split(".")[0] in ("bench", "peers", "toy", "whole_jobs"):
             del sys.modules[name]
 
 
@@ -143,3 +143,41 @@ def test_our_side_of_the_toy_job_still_runs_and_learns(bench: ModuleType, tmp_pa
         found = ours.ask()
     assert found["accuracy"] > start.score(start.start)["accuracy"] + 0.1
     assert found["cpu"] > 0
+
+
+def test_the_lines_of_a_job_compare_walls_and_say_what_is_not_compared(bench: ModuleType) -> None:
+    import whole_jobs
+
+    side = {"wall": 10.0, "cpu": 9.0, "megabytes": 500.0, "average": 0.8}
+    found = {
+        "cold": {**side, "wall": 20.0},
+        "warm": side,
+        "plain": {**side, "wall": 30.0, "cpu": 27.0},
+        "flops": 5e11,
+        "estimated seconds of the rounds": 9.0,
+        "seconds of the rounds": 8.0,
+    }
+    work = whole_jobs.Work("f", "a job", {}, "fedvpt_deep", target=2, peak=75)
+    warm, cold, peak, needs, error = bench.job_rows(work, found, 1e11)
+    assert (warm.figure, warm.met, cold.figure, cold.target) == (3.0, True, 1.5, None)
+    assert (peak.figure, peak.met) == (50.0, False)
+    assert needs.figure == 3.0
+    assert "500 MB" in needs.ours
+    assert (error.figure, error.met) == (12.5, True)
+    other = bench.job_rows(work, {**found, "why": "learned something else"}, 1e11)
+    assert other[0].figure is None
+    assert "learned something else" in other[0].cells()[-1]
+    alone = bench.job_rows(whole_jobs.Work("h", "b", {}), {**found, "plain": None, "seconds of the rounds": 0.5}, 1e11)
+    assert len(alone) == 4
+    assert alone[0].why == "no plain program is written"
+    assert alone[3].figure is None
+
+
+def test_no_job_begins_when_the_time_is_over(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import whole_jobs
+
+    monkeypatch.setattr(whole_jobs, "gemm_peak", lambda: 1e11)
+    monkeypatch.setattr(whole_jobs, "measure", lambda *given: pytest.fail("a job began"))
+    part = bench.jobs(None, until=0.0)
+    assert len(part.rows) == len(whole_jobs.JOBS)
+    assert all("minutes were over" in row.why for row in part.rows)

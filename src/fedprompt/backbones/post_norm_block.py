@@ -32,9 +32,11 @@ def run_post_norm_block(
     real = torch.cat([_real(rows, mine) for rows, mine in zip(pieces, own, strict=True)], dim=1)
     x = torch.cat(list(live), dim=1)
     mixed = _attention(weights, shape, x, torch.cat(pieces, dim=1), real)
+    given = x
     x = layers.norm(weights, "norm1", x + layers.linear(weights, "attention.out", mixed), shape.norm_eps)
     hidden = layers.activate(shape.activation, layers.linear(weights, "mlp.in", x))
-    x = layers.norm(weights, "norm2", x + layers.linear(weights, "mlp.out", hidden), shape.norm_eps)
+    output = layers.with_adapter(weights, x + layers.linear(weights, "mlp.out", hidden), lambda: given)
+    x = layers.norm(weights, "norm2", output, shape.norm_eps)
     x = x * real[:, : x.shape[1], None]
     return list(x.split([piece.shape[1] for piece in live], dim=1))
 

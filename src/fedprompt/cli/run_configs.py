@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,19 @@ def launch(
         for each in done:
             say(f"run file: {each.directory / 'run.db'}")
     return done
+
+
+def print_estimates(configs: list[Any], as_json: bool) -> None:
+    """What some runs would need, before any of them."""
+    from fedprompt.experiment import Experiment
+
+    found = [(experiment.config, experiment.estimate()) for experiment in map(Experiment, configs)]
+    if as_json:
+        named = [{"name": config.run_name, "total": each.total, **asdict(each)} for config, each in found]
+        typer.echo(json.dumps(named, indent=2))
+        return
+    for config, each in found:
+        typer.echo(safe_text(f"{config.run_name}: {each.sentence()}"))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedprompt.cli.options import AsJson, ConfigPath, Overrides, Plugins, Quiet, Resume, Seeds, load, seed_numbers
-from fedprompt.cli.run_configs import launch, profiled, say, unobserved
+from fedprompt.cli.run_configs import launch, print_estimates, profiled, say, unobserved
 from fedprompt.errors import ConfigError, broken
 from fedprompt.io.safe_text import safe_text
 
@@ -30,9 +30,15 @@ def run(
     trace: Annotated[
         bool, typer.Option("--trace", help="With --profile: one round as a trace for chrome://tracing or Perfetto.")
     ] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say what the runs will need, from a few measured steps; train nothing.")
+    ] = False,
     plugin: Plugins = None,
 ) -> None:
     """Train: one run per method, seed and sweep value of the config. A stopped run continues with --resume."""
+    if estimate:
+        print_estimates(load(config, overrides, seed), as_json)
+        return
     if trace and not profile:
         raise ConfigError("--trace must come with --profile: it shows a round of it")
     around = partial(profiled, trace=trace, as_json=as_json) if profile else unobserved

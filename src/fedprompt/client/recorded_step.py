@@ -21,7 +21,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-REFUSED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+LOOKS = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}  # at values, which a device must compute first
 RENAMED = {aten.detach.default, aten.alias.default}  # the same numbers in the same place
 SAME_IF_SHAPED_ALIKE = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.slice.Tensor}
 OF_SHAPES_ONLY = {aten.ones_like.default, aten.zeros_like.default, aten.new_zeros.default, aten.new_ones.default}
@@ -133,7 +136,9 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable or REFUSED & set(func.tags) or any(isinstance(v, Tensor) for v in kwargs.values()):
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        named = any(isinstance(value, Tensor) for value in kwargs.values())
+        if func._schema.is_mutable or random or named or looks_at_values(func, args):
             raise NotRecordable(str(func))
         found, notes = func(*args, **kwargs), self._notes
         first = notes.place(args[0]) if args and isinstance(args[0], Tensor) else None
@@ -170,6 +175,13 @@ class Recorder(TorchDispatchMode):
         constant = needed - own
         values = [value if place in constant else None for place, value in enumerate(notes.values)]
         return Program(tuple(reversed(timed)), values, wanted)
+
+
+def looks_at_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether Python, or the shape of a result, depends on the numbers of a tensor: the host then waits for its device."""
+    if func is aten.index.Tensor:
+        return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return bool(LOOKS & set(func.tags))
 
 
 def _is_renamed(func: Any, args: Sequence[Any], found: Any) -> bool:

@@ -19,6 +19,7 @@ from fedprompt.client.runtime import ClientRuntime
 from fedprompt.config import Config, config_files
 from fedprompt.config.registries import REMOTE_ENGINES, TRACKERS
 from fedprompt.core import registry
+from fedprompt.core.client_sampling import sample_tested
 from fedprompt.core.method import Method
 from fedprompt.core.roles import Roles
 from fedprompt.data.partition.divide import scheme
@@ -28,6 +29,7 @@ from fedprompt.engines.remote.protocol import Setting
 from fedprompt.engines.remote.remote_engine import Transport, remote_engine
 from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.evaluation.final_test import tests_at_the_end
+from fedprompt.experiment.estimate import WORTH_SAYING, Estimate, estimate, may_be_long
 from fedprompt.experiment.progress import fitting_progress, is_interactive
 from fedprompt.experiment.run_file import open_store, refuse_another_run, run_id
 from fedprompt.experiment.tracking import tracked
@@ -108,6 +110,19 @@ class Experiment:
             prepared = self.factory.prepare()
             self._run(lambda runtime, store, ground: make(runtime, ground), prepared, observer, test)
 
+    def estimate(self) -> Estimate:
+        """What a run will need, measured with a few steps; nothing is trained or stored but features."""
+        if self.config.engine.kind != "in-process":
+            raise ConfigError(broken("engine.kind", "be in-process for an estimate", self.config.engine.kind))
+        if self.config.output.threads:
+            torch.set_num_threads(self.config.output.threads)
+        source, manifest, backbone, world = self.factory.prepare()
+        bank = self.factory.bank(source, manifest, backbone)
+        runtime = self.factory.client_runtime(source, world, bank, ClientStates(lambda client: None))
+        everyone = sorted(world.newcomers) or list(world.participants)
+        tested = sample_tested(self.config.seed, everyone, self.config.federation.evaluate_clients)
+        return estimate(self.config, runtime, tested)
+
     def run_remotely(self, prepared: Prepared, observer: Observer, post: Transport) -> None:
         """Every round that is still missing, with clients that are reached by post."""
 
@@ -130,9 +145,14 @@ class Experiment:
             engine = _secured(
                 make_engine(runtime, store, [frozen, manifest.checksum]), world.roles, self.config, self.method
             )
-            Federation(
+            federation = Federation(
                 self.config, world, self.method, engine, store, observer, runtime.terms, afterwards, self.notes
-            ).run()
+            )
+            if self.config.engine.kind == "in-process" and not store.rounds() and may_be_long(self.config, runtime):
+                needed = estimate(self.config, runtime, federation.tested)
+                if needed.total >= WORTH_SAYING:
+                    federation.notes = (*self.notes, needed.sentence())
+            federation.run()
             backbone.assert_frozen(frozen)
         finally:
             store.close()

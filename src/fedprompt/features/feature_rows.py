@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.data.cache.row_file import RowFile, most_space, remove_unused, space
+from fedprompt.tensors import to_device
 
 SUFFIX = ".rows"
 
@@ -78,7 +79,7 @@ class MemoryRows:
 
     def put(self, indices: np.ndarray, rows: Tensor) -> None:
         room = self._place[indices] >= 0
-        self._rows[self._places(indices[room])] = rows[torch.from_numpy(room)].to(self._rows.device)
+        self._rows[self._places(indices[room])] = rows[torch.from_numpy(room)].to(self._rows)
         self._filled[indices[room]] = True
 
     def _places(self, indices: np.ndarray) -> Tensor:
@@ -97,9 +98,8 @@ class FileRows:
         self._over = False
         self.known, self.holds = self._file.known, self._file.holds
         with suppress(OSError):
-            os.utime(
-                path, follow_symlinks=os.utime not in os.supports_follow_symlinks
-            )  # those used longest ago are deleted first
+            follow = os.utime not in os.supports_follow_symlinks
+            os.utime(path, follow_symlinks=follow)  # those used longest ago are deleted first
 
     @property
     def full(self) -> bool:
@@ -107,14 +107,14 @@ class FileRows:
 
     def take(self, indices: np.ndarray) -> Tensor:
         rows = torch.from_numpy(self._file.read(indices)).flatten().view(self._dtype)
-        return rows.view(len(indices), *self._shape).to(self._device)
+        return to_device(rows.view(len(indices), *self._shape), self._device)
 
     def put(self, indices: np.ndarray, rows: Tensor) -> None:
         wanted = most_space(indices, self._row_bytes)
         if self.full or not make_room(self._file.path.parent, wanted, self._budget):
             self._over = True
             return
-        content = rows.detach().cpu().contiguous().view(len(indices), -1).view(torch.uint8)
+        content = rows.detach().to("cpu", self._dtype).contiguous().view(len(indices), -1).view(torch.uint8)
         self._file.write(indices, content.numpy())
 
 

@@ -74,6 +74,7 @@ class FeatureTables:
         engine = engine or EngineConfig()
         self.source, self.store, self.backbone = source, store, backbone
         self._plain = replace(backbone, block=run_block)  # a compiled one rounds differently
+        self._dtype = torch.bfloat16 if engine.cache_dtype == "bfloat16" else backbone.dtype  # of what is stored
         self.labels = torch.from_numpy(np.asarray(source.labels, dtype=np.int64)).to(backbone.device)
         self._groups = groups
         self._memory, self._disk = int(engine.memory_gib * GIB), int(engine.disk_gib * GIB)
@@ -137,6 +138,10 @@ class FeatureTables:
         self.store.decode_ahead(wanted[lacking])
 
     def _rows(self, feature: Feature, indices: np.ndarray, alone: bool = False) -> Tensor:
+        """In the backbone's precision, and rounded to that of the store wherever they come from."""
+        return self._stored(feature, indices, alone).to(self.backbone.dtype)
+
+    def _stored(self, feature: Feature, indices: np.ndarray, alone: bool) -> Tensor:
         if not len(indices):
             return self._new_rows(feature).take(indices)
         kept = self._kept(feature)
@@ -200,7 +205,7 @@ class FeatureTables:
         return self._places[feature.name]
 
     def _find_places(self, feature: Feature) -> list[Rows]:
-        size = len(self._held) * feature.numbers * self.backbone.dtype.itemsize
+        size = len(self._held) * feature.numbers * self._dtype.itemsize
         key = self._key(feature)
         places: list[Rows] = []
         memory = MEMORY.rows(key, self._held, self._memory, self, lambda: self._new_rows(feature))
@@ -209,11 +214,11 @@ class FeatureTables:
         if size <= self._disk and not feature.cheap:
             path = self.store.cache / "features" / f"{key}{SUFFIX}"
             backbone, images = self.backbone, len(self.source)
-            places.append(FileRows(path, images, feature.shape, backbone.dtype, backbone.device, self._disk))
+            places.append(FileRows(path, images, feature.shape, self._dtype, backbone.device, self._disk))
         return places
 
     def _new_rows(self, feature: Feature) -> MemoryRows:
-        return MemoryRows(len(self.source), feature.shape, self.backbone.dtype, self.backbone.device)
+        return MemoryRows(len(self.source), feature.shape, self._dtype, self.backbone.device)
 
     @cached_property
     def _held(self) -> np.ndarray:
@@ -235,7 +240,8 @@ class FeatureTables:
     @cached_property
     def _ground(self) -> list[str]:
         backbone = self.backbone
-        return [identity(backbone), code_digest(), str(backbone.dtype), torch.__version__, _hardware(backbone.device)]
+        precision = str(backbone.dtype) if self._dtype == backbone.dtype else f"{backbone.dtype} as {self._dtype}"
+        return [identity(backbone), code_digest(), precision, torch.__version__, _hardware(backbone.device)]
 
 
 def _hardware(device: torch.device) -> str:

@@ -156,11 +156,12 @@ class PFedBayesPTD(WithHead):
             self.instance_depth or world.blocks,
             vpt_bound(world.patch, world.width) * math.sqrt(world.width / 3),
         )
-        start = world.roles.shared.get("prompt", torch.empty(0, 0, world.width))
-        found = [float(tokens.norm(dim=-1).mean()) if len(tokens) else 0.0 for tokens in start.float()[:blocks]]
-        lengths = [length or usual for length in found] or [usual]
-        lengths += lengths[-1:] * (blocks - len(lengths))
-        length = torch.tensor(lengths, dtype=world.dtype, device=world.device)[:, None, None]
+        start = world.roles.shared.get("prompt", torch.empty(0, 0, world.width))[:blocks]
+        if not start.numel():
+            start = torch.zeros(1, 1, world.width)
+        found = start.to(world.device).float().norm(dim=-1).mean(-1)  # of tensors alone: a step must not wait for them
+        found = torch.where(found > 0, found, usual)
+        length = torch.cat([found, found[-1:].expand(blocks - len(found))]).to(world.dtype)[:, None, None]
         return math.sqrt(world.width) / length, ROWS / (length * math.sqrt(world.tokens))
 
     def _network(self, world: World, generator: Stream) -> Tensors:

@@ -97,6 +97,14 @@ def test_a_step_that_cannot_be_played_is_refused_and_runs_as_it_is(
         assert torch.equal(found[0], step([torch.tensor([1.0, -2.0, 3.0])])[0])
 
 
+def test_an_index_of_numbers_is_played_and_one_of_truths_is_not() -> None:
+    numbers = torch.tensor([2, 0])
+    _, program = record(lambda given: [given[0][given[1]]], [torch.ones(3), numbers])
+    assert program([torch.arange(3.0), torch.tensor([1, 1])])[0].tolist() == [1.0, 1.0]
+    with pytest.raises(NotRecordable):
+        record(lambda given: [given[0][given[1]]], [torch.ones(3), torch.tensor([True, False, True])])
+
+
 def test_other_shapes_and_other_steps_have_programs_of_their_own() -> None:
     steps = RecordedSteps()
     for _ in range(3):

@@ -1,0 +1,20 @@
+"""FedVPT-D with `transformers`: new prompts before every block, averaged; the head stays with the client."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from federated import Params, job, prompted_cls
+from torch import Tensor
+
+own = job()
+
+
+def logits(params: Params, images: Tensor) -> Tensor:
+    cls = prompted_cls(own.model, images, lambda block: params["prompt"][block])
+    return F.linear(cls, params["head.weight"], params["head.bias"])
+
+
+own.run(
+    loss=lambda params, images, labels: F.cross_entropy(logits(params, images), labels),
+    predict=lambda params, images: logits(params, images).softmax(-1),
+)

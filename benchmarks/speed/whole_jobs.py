@@ -1,0 +1,294 @@
+"""Whole jobs: `fedprompt run` against a plain program with `transformers`, from the start of the process to the last figure.
+
+Both sides get the same images, split, weights, start, batch size, rates, rounds and evaluations, one thread, float32.
+Images are decoded once by both. Ours runs twice: with an empty cache of pixels and features, and again with what the
+first run left (cold and warm); frozen weights are at hand for both sides. The mean accuracies over clients at the end
+must be near each other, or the row says that the sides learned something else.
+
+The FLOPs of a job are those of the matrix products that our warm run really makes: what must be done once every exact
+shortcut is taken. They are counted in a run of one round and of none, and grow with the rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from peers import ONE_THREAD, Unavailable, last_line, printed
+
+HERE = Path(__file__).resolve().parent
+SECONDS = 600  # the longest a side may take
+POINTS_APART = 0.15  # of mean accuracy over few test images, that two sides may be at the end
+PEAK_SIDE, PEAK_REPEATS = 3072, 5  # of the product that tells the peak
+VISION, TEXT = ("pacs.parquet", "dinov2-small"), ("caltech101.parquet", "mini")
+ASSETS = ("weights", "backbones", "data", "members")  # of the cache; pixels and features are what a cold run lacks
+
+
+@dataclass(frozen=True)
+class Work:
+    """A job and what it should reach."""
+
+    letter: str
+    what: str
+    method: dict[str, Any]
+    plain: str = ""
+    """The program beside ours; nothing where none is written."""
+    target: float | None = None
+    peak: float | None = None
+    """Per cent of the GEMM peak."""
+    kind: tuple[str, str] = VISION
+    rounds: int = 3
+    clients: int = 4
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+VISION_JOBS = (
+    Work("f", "FedVPT-D, 4 clients", {"name": "fedvpt_deep"}, "fedvpt_deep", 1.4, 75),
+    Work("g", "pFedBayesPT, V = 5", {"name": "pfedbayespt", "predict_draws": 5}, "pfedbayespt", 2, 75, rounds=2),
+    Work("h", "PEP-FedPT", {"name": "pep_fedpt"}, "", 1.6, 75),
+)
+TEXT_JOBS = (
+    Work("i", "PromptFL", {"name": "promptfl"}, "promptfl", 20, None, TEXT, 2, 10),
+    Work("j", "pFedMoAP", {"name": "pfedmoap"}, "", 20, None, TEXT, 2, 10),
+    Work("k", "pFedDC with vision prompts", {"name": "pfeddc"}, "", 1.5, 75, (VISION[0], "mini"), 2, 4),
+)
+JOBS = (*VISION_JOBS, *TEXT_JOBS, Work("l", "Head-Tune", {"name": "head_tune"}, "head_tune", 20, rounds=8))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a side needed, and what it learned."""
+
+    wall: float
+    cpu: float
+    megabytes: float
+    average: float
+
+
+def config(work: Work, data: Path | None, folder: Path) -> dict[str, Any]:
+    """The settings of our side."""
+    file, backbone = work.kind
+    real = data is not None
+    images: dict[str, Any] = {"source": str(data / file)} if data is not None else {"source": "embedded"}
+    many = work.kind is TEXT and real
+    images |= {"train_per_cell": 2 if many else 5, "test_per_cell": 1 if many else 3}
+    return {
+        "name": f"job-{work.letter}",
+        "data": images,
+        "partition": {"scheme": "dirichlet", "alpha": 5.0, "clients": work.clients, "min_train": 4, "min_test": 2},
+        "backbone": {"name": backbone, "image_size": 98},
+        "method": work.method,
+        "train": {"batch_size": 16},
+        "federation": {"rounds": work.rounds, "evaluation_batch": 32},
+        "output": {"directory": str(folder / "runs"), "cache": str(folder / "cache"), "threads": 1},
+        **work.extra,
+    }
+
+
+def prepare(folder: Path, settings: dict[str, Any]) -> None:
+    """Everything the plain program reads: images as files, the frozen model, the start, and the numbers of the job."""
+    from safetensors.torch import save_file
+
+    from fedprompt.backbones.dual_encoder import DualEncoder
+    from fedprompt.core.recipe import learning_rate
+    from fedprompt.experiment import Experiment
+    from fedprompt.inference.transformers_model import as_transformers
+
+    made = Experiment(settings)
+    source, manifest, backbone, world = made.factory.prepare()
+    (folder / "images").mkdir()
+
+    def filed(indices: Sequence[int]) -> list[tuple[str, int]]:
+        found = []
+        for index in map(int, indices):
+            name = f"images/{index}.png"
+            if not (folder / name).exists():
+                source.image(index).convert("RGB").save(folder / name)
+            found.append((name, int(source.labels[index])))
+        return found
+
+    parts = manifest.clients.parts
+    train, start = made.config.train, {**world.roles.shared, **world.roles.local}
+    if train.optimizer != "adam" or {train.schedule} != {"cosine"} or train.clip_norm is not None:
+        raise Unavailable("the plain programs know Adam with a cosine over rounds only")
+    job: dict[str, Any] = {
+        "pixels": backbone.shape.image_size,
+        "mean": list(backbone.mean),
+        "std": list(backbone.std),
+        "classes": world.classes,
+        "rounds": made.config.federation.rounds,
+        "epochs": train.epochs,
+        "batch_size": train.batch_size,
+        "evaluation_batch": made.config.federation.evaluation_batch,
+        "rates": {name: learning_rate(train, name, start) for name in start},
+        "shared": sorted(world.roles.shared),
+        "local": sorted(world.roles.local),
+        "clients": [
+            {part: filed(parts[part][client]) for part in ("train", "test")} for client in range(world.clients)
+        ],
+    }
+    method = made.method
+    if hasattr(method, "keep_probability"):
+        names = {"keep": "keep_probability", "prior": "prior_scale", "kl_weight": "kl_weight", "draws": "predict_draws"}
+        job["method"] = {name: getattr(method, theirs) for name, theirs in names.items()}
+    save_file({name: tensor.contiguous().clone() for name, tensor in start.items()}, folder / "start.safetensors")
+    as_transformers(backbone).save_pretrained(folder / "model")
+    if isinstance(backbone, DualEncoder):
+        job |= prepare_text(folder, backbone, world.class_names)
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+
+
+def prepare_text(folder: Path, backbone: Any, class_names: Sequence[str]) -> dict[str, Any]:
+    """The text tower as a `transformers` model, both maps into the common space, and the tokens behind the context."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    from fedprompt.assets import prepare as asset
+    from fedprompt.io.files import cache_directory
+
+    text = backbone.text
+    sizes = {
+        "hidden_size": text.shape.width,
+        "num_hidden_layers": text.shape.depth,
+        "vocab_size": text.shape.vocabulary,
+    }
+    sizes |= {"num_attention_heads": text.shape.heads, "intermediate_size": text.shape.mlp_width}
+    bert = transformers.BertModel(
+        transformers.BertConfig(**sizes, layer_norm_eps=text.shape.norm_eps), add_pooling_layer=False
+    )
+    weights = load_file(asset("minilm-weights", cache_directory()))
+    kept = {
+        name: tensor for name, tensor in weights.items() if not name.startswith(("pooler.", "embeddings.position_ids"))
+    }
+    bert.load_state_dict(kept, strict=False)
+    bert.save_pretrained(folder / "text")
+    maps = {f"image.{name}": tensor for name, tensor in backbone.image_projection.weights.items()}
+    maps |= {f"text.{name}": tensor for name, tensor in text.projection.weights.items()}
+    save_file({name: tensor.contiguous().clone() for name, tensor in maps.items()}, folder / "maps.safetensors")
+    names = text.names(class_names)
+    ends = [[*ids, *stop, text.end] for ids, stop in zip(names.ids, names.stops, strict=True)]
+    return {"names": ends, "start_token": text.start, "scale": backbone.scale}
+
+
+def spent(command: Sequence[str], folder: Path) -> tuple[Spent, str]:
+    """Run a side; its accuracy is filled in by the caller. The second part is what it printed."""
+    out, err = folder / "out.txt", folder / "err.txt"
+    with out.open("wb") as printed_to, err.open("wb") as told:
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stdout=printed_to, stderr=told, env={**os.environ, **ONE_THREAD})
+        last = began + SECONDS
+        while True:
+            done, status, used = os.wait4(process.pid, os.WNOHANG)
+            if done:
+                break
+            if time.perf_counter() > last:
+                process.kill()
+                os.wait4(process.pid, 0)
+                process.returncode = -9
+                raise Unavailable(f"took more than {SECONDS} s")
+            time.sleep(0.01)
+    wall = time.perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise Unavailable(last_line(err.read_text(errors="replace")))
+    return Spent(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, 0.0), out.read_text(errors="replace")
+
+
+def estimated(folder: Path, settings: dict[str, Any]) -> float:
+    """The seconds of all rounds that `fedprompt run --estimate` expects."""
+    path = folder / "estimate.yaml"
+    path.write_text(yaml.safe_dump({**settings, "name": "estimate"}), encoding="utf-8")
+    _, said = spent([sys.executable, "-m", "fedprompt.cli", "run", str(path), "--estimate", "--json"], folder)
+    return float(json.loads(said)[0]["total"])
+
+
+def ours(folder: Path, settings: dict[str, Any], name: str) -> tuple[Spent, float]:
+    """What our side spent, and the seconds of its rounds."""
+    from fedprompt.runs.run import Run
+
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**settings, "name": name}), encoding="utf-8")
+    found, _ = spent([sys.executable, "-m", "fedprompt.cli", "run", str(path)], folder)
+    (directory,) = (folder / "runs").glob(f"{name}-*")
+    run = Run(directory)
+    try:
+        records = run.rounds()
+    finally:
+        run.close()
+    summary = records[-1].summary
+    assert summary is not None
+    rounds = sum(sum(record.seconds.values()) for record in records)
+    return Spent(found.wall, found.cpu, found.megabytes, summary["average"]), rounds
+
+
+def plain(folder: Path, program: str) -> Spent:
+    found, said = spent([sys.executable, str(HERE / "plain" / f"{program}.py"), str(folder)], folder)
+    average = json.loads(said.strip().splitlines()[-1])["average"]
+    return Spent(found.wall, found.cpu, found.megabytes, average)
+
+
+def flops(folder: Path, settings: dict[str, Any], rounds: int) -> float:
+    """Of a warm run of that many rounds."""
+    counts = []
+    for some in (1, 2):
+        path = folder / f"count-{some}.yaml"
+        federation = {**settings["federation"], "rounds": some}
+        path.write_text(yaml.safe_dump({**settings, "name": path.stem, "federation": federation}), encoding="utf-8")
+        counts.append(printed([sys.executable, str(HERE / "count_flops.py"), str(path)], SECONDS)["flops"])
+    return float(counts[0] + (rounds - 1) * (counts[1] - counts[0]))
+
+
+def gemm_peak() -> float:
+    """FLOPs a second of a large float32 product on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    left, right = (torch.randn(PEAK_SIDE, PEAK_SIDE) for _ in range(2))
+    least = float("inf")
+    for _ in range(PEAK_REPEATS):
+        began = time.perf_counter()
+        torch.mm(left, right)
+        least = min(least, time.perf_counter() - began)
+    return float(2 * PEAK_SIDE**3 / least)
+
+
+def shared_assets(cache: Path) -> None:
+    """A cache with the frozen weights, and without pixels and features."""
+    from fedprompt.io.files import cache_directory
+
+    cache.mkdir()
+    for name in ASSETS:
+        if (cache_directory() / name).is_dir():
+            (cache / name).symlink_to(cache_directory() / name)
+
+
+def measure(work: Work, data: Path | None, folder: Path) -> dict[str, Any]:
+    """Everything about one job."""
+    shared_assets(folder / "cache")
+    settings = config(work, data, folder)
+    source = work.kind[0] if data is not None else "embedded"
+    told = {**settings, "data": {**settings["data"], "source": source}, "output": {"threads": 1}}
+    found: dict[str, Any] = {"what": work.what, "config": told}
+    cold, _ = ours(folder, settings, f"cold-{work.letter}")
+    expected = estimated(folder, settings)
+    warm, rounds = ours(folder, settings, f"warm-{work.letter}")
+    found |= {"cold": asdict(cold), "warm": asdict(warm), "flops": flops(folder, settings, work.rounds)}
+    found |= {"estimated seconds of the rounds": expected, "seconds of the rounds": rounds}
+    if work.plain:
+        try:
+            prepare(folder, settings)
+            beside = plain(folder, work.plain)
+            found["plain"] = asdict(beside)
+            if abs(beside.average - cold.average) > POINTS_APART:
+                raise Unavailable(f"learned something else: {beside.average:.3f}, {cold.average:.3f} of ours")
+        except Unavailable as error:
+            found["why"] = str(error)
+    return found
