@@ -190,7 +190,8 @@ def main() -> None:
     if asked.child:
         print(json.dumps(run_one(asked.only[0], asked.value, asked.child)))
         return
-    found: dict[str, Any] = {}
+    before = json.loads(asked.output.read_text(encoding="utf-8"))["axes"] if asked.output.is_file() else {}
+    found: dict[str, Any] = {name: before[name] for name in AXES if name in before}
     for name in asked.only:
         axis = AXES[name]
         points = []
@@ -200,9 +201,14 @@ def main() -> None:
         slopes = {kind: round(exponent(points, kind), 3) for kind in ("seconds", "megabytes")}
         found[name] = {"what": axis.what, "method": axis.method, "backbone": axis.backbone}
         found[name] |= {"points": points, "exponents": slopes}
+        write(found, asked.output)
+    draw({name: found[name] for name in AXES if name in found}, asked.picture)
+
+
+def write(found: dict[str, Any], path: Path) -> None:
+    """All axes so far: a stopped run keeps those that are finished, and `--only` measures some of them again."""
     about = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    asked.output.write_text(json.dumps({**about, "axes": found}, indent=1) + "\n", encoding="utf-8")
-    draw(found, asked.picture)
+    path.write_text(json.dumps({**about, "axes": found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

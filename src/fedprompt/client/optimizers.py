@@ -70,12 +70,12 @@ def _sgd(
 ) -> tuple[Tensors, OptimizerState]:
     """SGD with weight decay and heavy-ball momentum, of all tensors at once."""
     momentum, names = float(train.momentum), list(grads)
-    before: Sequence[Tensor] = [params[name] for name in names]
-    slopes: Sequence[Tensor] = list(grads.values())
+    before = [params[name] for name in names]
+    slopes = list(grads.values())
     if train.weight_decay:
-        slopes = torch._foreach_add(slopes, before, alpha=train.weight_decay)
+        slopes = list(torch._foreach_add(slopes, before, alpha=train.weight_decay))
     if momentum and state.first:
-        slopes = torch._foreach_add(slopes, [state.first[name] for name in names], alpha=momentum)
+        slopes = list(torch._foreach_add(slopes, [state.first[name] for name in names], alpha=momentum))
     scaled = [_times(slope, rates[name]) for name, slope in zip(names, slopes, strict=True)]
     stepped = torch._foreach_sub(before, scaled)
     velocity = dict(zip(names, slopes, strict=True)) if momentum else {}
