@@ -59,10 +59,10 @@ test-slow: $(INSTALLED)  ## what `make test` leaves out for its time: three quar
 test-without-unix: $(INSTALLED)  ## `make test` with what Windows lacks hidden from the package (tests/without_unix)
 	WITHOUT_UNIX=1 PYTHONPATH=tests/without_unix $(PYTEST) -m "not slow and not e2e_flower"
 
-test-all: test test-slow test-without-unix test-flower  ## everything; before a release
+test-all: test test-slow test-flower test-without-unix  ## everything; before a release
 
 deploy-check: $(INSTALLED)  ## the files of deploy/: units, image, manifests, alert rules; some of it needs systemd and Prometheus
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt kubernetes-validate
+	$(INSTALL) kubernetes-validate
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/unit/deploy/test_deploy_folder.py
 
 docs: $(INSTALLED)  ## the site of docs/ in site/, every link checked; open site/index.html

@@ -172,7 +172,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         most = max(axis["points"][-1]["value"] / axis["points"][0]["value"] for axis in found.values())
         panel.loglog([1, most], [1, most], color="0.7", linestyle=":", label="linear: 1")
         panel.set_xlabel("times the smallest size")
-        panel.set_ylabel(f"{title}, times that of the smallest")
+        panel.set_ylabel(f"{title}, relative")
         panel.set_ylim(0.7, 10 ** math.ceil(math.log10(max(panel.get_ylim()[1] / 10, 10))))
         panel.legend(fontsize="small", title="exponent")
         panel.grid(alpha=0.3)

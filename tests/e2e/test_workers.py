@@ -44,7 +44,7 @@ def crew() -> Iterator[WorkerPool]:
 
 @pytest.fixture
 def served(crew: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
-    monkeypatch.setattr(kinds, "WorkerPool", lambda size: nullcontext(crew))
+    monkeypatch.setattr(kinds, "WorkerPool", lambda size, devices: nullcontext(crew))
     return crew
 
 
@@ -153,7 +153,7 @@ def planted_worker(fault: Path) -> Iterator[WorkerPool]:
 
 @pytest.fixture
 def failing(planted_worker: WorkerPool, monkeypatch: pytest.MonkeyPatch, settings: Any) -> dict[str, Any]:
-    monkeypatch.setattr(kinds, "WorkerPool", lambda size: nullcontext(planted_worker))
+    monkeypatch.setattr(kinds, "WorkerPool", lambda size, devices: nullcontext(planted_worker))
     return settings(engine={"cohort": 4, "workers": 2})  # type: ignore[no-any-return]
 
 

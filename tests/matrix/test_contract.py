@@ -194,11 +194,17 @@ def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRu
     return world, backbone, runtime, params
 
 
-def _said(world: World, context: TextContext, tokens: Tensor) -> Tensor:
-    """Features (N, C, D) of the contexts of N clients, or (N, B, C, D), image by image."""
-    if not context.per_image:
+def _said(world: World, context: TextContext, tokens: Tensor, changes: Tensors) -> Tensor:
+    """Features (N, C, D) of the contexts of N clients, or (N, B, C, D), image by image; client by client with changes."""
+    if context.per_image:
+        return torch.stack([world.text.encode(own, context.position) for own in tokens])
+    if not changes:
         return world.text.encode(tokens, context.position)
-    return torch.stack([world.text.encode(own, context.position) for own in tokens])
+    assert world.text.encode_unstored is not None
+    each = [{name: value[client] for name, value in changes.items()} for client in range(len(tokens))]
+    return torch.cat(
+        [world.text.encode_unstored(t[None], context.position, c) for t, c in zip(tokens, each, strict=True)]
+    )
 
 
 def _folded_losses(
@@ -226,15 +232,15 @@ def _folded_losses(
 
     def ask(
         params: Tensors, labels: Tensor, features: Tensors, noise: Tensors
-    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors, Tensors]:
+    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors, Tensors, Tensors]:
         given = step.prompts(world, params, Batch(labels, features), noise)
         plans.append(given)
         contexts = {name: context.tokens for name, context in given.text.items()}
-        return spread(given.vision, given.repeat * size), contexts, given.extra, given.weights
+        return spread(given.vision, given.repeat * size), contexts, given.extra, given.weights, given.text_weights
 
-    slots, contexts, extra, weights = torch.func.vmap(ask)(params, labels, features, noise)
+    slots, contexts, extra, weights, text_weights = torch.func.vmap(ask)(params, labels, features, noise)
     plan = plans[0]
-    text = {name: _said(world, plan.text[name], tokens) for name, tokens in contexts.items()}
+    text = {name: _said(world, plan.text[name], tokens, text_weights) for name, tokens in contexts.items()}
     images = torch.stack(tokens).repeat(1, plan.repeat, 1, 1)  # (N, J * B, T, d)
 
     def ask_later(

@@ -67,6 +67,7 @@ def test_the_site_of_a_node_is_in_all_of_its_lines(capsys: pytest.CaptureFixture
 @pytest.fixture
 def library() -> Iterator[logging.Logger]:
     logger = logging.getLogger("a library of a test")
+    logging.captureWarnings(False)  # a test before may have left them to logging
     yield logger
     logger.handlers[:] = []
     logging.captureWarnings(False)
@@ -112,6 +113,12 @@ def test_what_has_the_form_already_keeps_it_and_an_empty_line_is_no_fact() -> No
         configure(form)  # type: ignore[arg-type]
         line = line_of("hello", time=WHEN)
         assert relayed(f"{line}\n") == line
+    configure("json")
+    forged = relayed('{"time": "x", "level": "info", "run": null, "site": null, "round": null, "text": "\x9b31m"}\n')
+    assert forged is not None
+    assert forged.isprintable(), "a child cannot put a control character into the log"
+    assert json.loads(relayed('{"time": "half') or "")["text"] == '{"time": "half'
+    configure("text")
     assert relayed("\x1b[92mINFO \x1b[0m: \n") is None
     assert relayed(" \n") is None
 

@@ -191,6 +191,8 @@ EXACT = {  # what prints only text of fedprompt's own, or has been made safe cel
     ("cli/models.py", "tally.sentence()"),
     ("cli/options.py", "json.dumps(data, indent=2, default=str) if as_json else safe_text(text)"),
     ("cli/reproduce.py", "path.read_text(encoding='utf-8')"),
+    ("io/log_lines.py", "line"),  # of `line_of`, which makes it safe
+    ("io/log_lines.py", "made"),  # of `relayed`, the same
 }
 
 

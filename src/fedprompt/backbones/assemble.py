@@ -136,9 +136,9 @@ def check_tensors(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[in
             )
 
 
-def compute_device(name: str) -> torch.device:
+def compute_device(name: str, setting: str = "backbone.device") -> torch.device:
     """The device of that name, if this torch can use it."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise BackboneError(broken("backbone.device", "be a device this torch can use", name)) from error
+        raise BackboneError(broken(setting, "be a device this torch can use", name)) from error

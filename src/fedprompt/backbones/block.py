@@ -36,10 +36,15 @@ def run_block(
     few = rows * ((shape.heads - 1) * total + shape.width) < shape.width * total  # by the products that each way costs
     few = few and shape.rope_base is None  # turned keys have no common matrix
     mixed = _few_look(weights, shape, x, passive) if few else _many_look(weights, shape, x, passive, own, turns)
+    beside = layers.adapter(weights, _normed(weights, shape, x)) if layers.ADAPTER_TENSORS[0] in weights else 0.0
     x = x + _scaled(weights, shape, "scale1", layers.linear(weights, "attention.out", mixed))
     hidden = layers.linear(weights, "mlp.in", layers.norm(weights, "norm2", x, shape.norm_eps))
-    x = x + _scaled(weights, shape, "scale2", layers.linear(weights, "mlp.out", _activate(shape, hidden)))
+    x = x + _scaled(weights, shape, "scale2", layers.linear(weights, "mlp.out", _activate(shape, hidden))) + beside
     return list(x.split([piece.shape[1] for piece in live], dim=1)) if len(live) > 1 else [x]
+
+
+def _normed(weights: Weights, shape: ViTShape, x: Tensor) -> Tensor:
+    return layers.norm(weights, "norm1", x, shape.norm_eps)
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from fedprompt.backbones.vit import READS, ViT
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, ConfigError, ContractError, broken
 from fedprompt.modules.insertion import WITHOUT_BLOCKS, VisionPrompt
+from fedprompt.tensors import to_device
 
 BATCH_NORM_EPS = 1e-5
 REDUCTION = 32  # pixels along a side of one place of the map
@@ -45,7 +46,7 @@ class ResNetTower(ViT):
         if images.ndim != 4 or tuple(images.shape[1:]) != (CHANNELS, size, size):
             raise ContractError(f"images must be (B, {CHANNELS}, {size}, {size}), got {tuple(images.shape)}")
         with layers.precision(self.autocast, self.device):
-            rows = self._map(images.to(self.device, self.dtype)).flatten(2).transpose(1, 2).to(self.dtype)
+            rows = self._map(to_device(images, self.device, self.dtype)).flatten(2).transpose(1, 2).to(self.dtype)
         mean = rows.mean(1, keepdim=True) + self.weights["lead"]
         return torch.cat([mean, rows + self.weights["position"]], dim=1)
 

@@ -22,7 +22,7 @@ import dataclasses
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -173,12 +173,22 @@ class DualEncoder(ViT):
             with torch.no_grad():
                 return self.text.encode(self.text.words("").unsqueeze(0), bare)[0]
 
-        def encode_unstored(contexts: Tensor, position: Position) -> Tensor:
-            return self.text.encode(contexts, names, position)
+        def encode_unstored(contexts: Tensor, position: Position, changes: Mapping[str, Tensor]) -> Tensor:
+            tower = self.text.with_added(changes) if changes else self.text
+            return tower.encode(contexts, names, position)
 
         width, room = self.text.shape.width, self.text.room(names)
         return Language(
-            width, self.features, self.scale, self.text.words, encode, room, encode_names, self.bias, encode_unstored
+            width,
+            self.features,
+            self.scale,
+            self.text.words,
+            encode,
+            room,
+            encode_names,
+            self.bias,
+            encode_unstored,
+            self.text.shape.depth,
         )
 
     def digest(self) -> str:

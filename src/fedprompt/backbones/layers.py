@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprompt.errors import ContractError
+
 Weights = Mapping[str, Tensor]
 
 
@@ -58,6 +60,33 @@ def activate(kind: str, hidden: Tensor) -> Tensor:
     if kind == "quick_gelu":
         return hidden * torch.sigmoid(1.702 * hidden)
     return F.gelu(hidden, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none")
+
+
+ADAPTER = "adapter."  # tensors of a bottleneck beside a block, which no released tower has
+ADAPTER_TENSORS = tuple(f"{ADAPTER}{map}.{part}" for map in ("down", "middle", "up") for part in ("weight", "bias"))
+
+
+def adapter(weights: Weights, x: Tensor, prefix: str = "") -> Tensor | float:
+    """What a bottleneck beside a block adds to its output, up(relu(middle(relu(down(x))))); nothing where there is none."""
+    name = prefix + ADAPTER
+    if name + "down.weight" not in weights:
+        return 0.0
+    hidden = F.relu(linear(weights, name + "middle", F.relu(linear(weights, name + "down", x))))
+    return linear(weights, name + "up", hidden)
+
+
+def with_changes(weights: Weights, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with something added to some of them. Tensors of adapters are new ones and taken as they are."""
+    found = dict(weights)
+    for name, change in changes.items():
+        block, is_adapter, part = name.partition(ADAPTER)
+        if is_adapter and ADAPTER + part in ADAPTER_TENSORS and block + "norm1.weight" in weights:
+            found[name] = change
+        elif name in weights and weights[name].shape == change.shape:
+            found[name] = weights[name] + change
+        else:
+            raise ContractError(f"added weights must fit the backbone, got {name!r} of shape {tuple(change.shape)}")
+    return found
 
 
 def update_digest(sha: _Hash, weights: Weights) -> None:

@@ -32,9 +32,10 @@ def run_post_norm_block(
     real = torch.cat([_real(rows, mine) for rows, mine in zip(pieces, own, strict=True)], dim=1)
     x = torch.cat(list(live), dim=1)
     mixed = _attention(weights, shape, x, torch.cat(pieces, dim=1), real)
+    beside = layers.adapter(weights, x)
     x = layers.norm(weights, "norm1", x + layers.linear(weights, "attention.out", mixed), shape.norm_eps)
     hidden = layers.activate(shape.activation, layers.linear(weights, "mlp.in", x))
-    x = layers.norm(weights, "norm2", x + layers.linear(weights, "mlp.out", hidden), shape.norm_eps)
+    x = layers.norm(weights, "norm2", x + layers.linear(weights, "mlp.out", hidden) + beside, shape.norm_eps)
     x = x * real[:, : x.shape[1], None]
     return list(x.split([piece.shape[1] for piece in live], dim=1))
 

@@ -17,13 +17,14 @@ recomputed for the gradients, so memory does not grow with the number of classes
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -189,6 +190,14 @@ class TextTower(ABC):
                 order.append(part.classes)
         return torch.cat(encoded, dim=1)[:, torch.cat(order).argsort()]
 
+    def with_added(self, changes: Mapping[str, Tensor]) -> Self:
+        """The same tower with something added to some of its weights, or with adapters beside its blocks."""
+        return dataclasses.replace(self, weights=layers.with_changes(self.weights, changes))
+
+    def _beside(self, block: int, x: Tensor) -> Tensor | float:
+        """What an adapter adds to the output of a block, if it has one."""
+        return layers.adapter(self.weights, x, f"blocks.{block}.")
+
     def digest(self) -> str:
         """The identity of what this tower computes, its projection included."""
         how = " autocast" if self.autocast else ""
@@ -281,11 +290,12 @@ class PreNormTower(TextTower):
 
     def _finished(self, block: int, x: Tensor, mixed: Tensor) -> Tensor:
         prefix, weights = f"blocks.{block}.", self.weights
+        beside = self._beside(block, layers.norm(weights, prefix + "norm1", x, self.shape.norm_eps))
         x = x + layers.linear(weights, prefix + "attention.out", mixed.transpose(1, 2).flatten(2))
         hidden = layers.linear(
             weights, prefix + "mlp.in", layers.norm(weights, prefix + "norm2", x, self.shape.norm_eps)
         )
-        return x + layers.linear(weights, prefix + "mlp.out", layers.activate(self.shape.activation, hidden))
+        return x + layers.linear(weights, prefix + "mlp.out", layers.activate(self.shape.activation, hidden)) + beside
 
 
 class CausalTower(PreNormTower):
@@ -370,9 +380,10 @@ class BidirectionalTower(TextTower):
             projected = layers.linear(weights, prefix + "attention.in", x)
             query, key, value = layers.split_heads(projected, self.shape.heads, 3)
             mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+            beside = self._beside(block, x)  # of a block that normalises what comes out, so x is normed already
             x = self._norm(prefix + "norm1", x + layers.linear(weights, prefix + "attention.out", mixed))
             hidden = layers.activate(self.shape.activation, layers.linear(weights, prefix + "mlp.in", x))
-            x = self._norm(prefix + "norm2", x + layers.linear(weights, prefix + "mlp.out", hidden))
+            x = self._norm(prefix + "norm2", x + layers.linear(weights, prefix + "mlp.out", hidden) + beside)
         return self._pooled(x).unflatten(0, (contexts, classes))
 
     def _pooled(self, x: Tensor) -> Tensor:

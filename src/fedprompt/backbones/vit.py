@@ -36,6 +36,7 @@ from fedprompt.backbones.shape import CHANNELS, ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.errors import BackboneError, ContractError, broken
 from fedprompt.modules.insertion import VisionPrompt, check_prompt, enter, leaves, spread
+from fedprompt.tensors import to_device
 
 __all__ = ["READS", "ViT", "ViTShape"]
 
@@ -88,7 +89,7 @@ class ViT:
         if images.ndim != 4 or tuple(images.shape[1:]) != (CHANNELS, size, size):
             raise ContractError(f"images must be (B, {CHANNELS}, {size}, {size}), got {tuple(images.shape)}")
         weights = self.weights
-        images = images.to(self.device, self.dtype)
+        images = to_device(images, self.device, self.dtype)
         with layers.precision(self.autocast, self.device):
             patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
         patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
@@ -106,16 +107,13 @@ class ViT:
         """The same transformer with something added to some of its weights; `blocks.0` is the first block after the
         stem.
         """
-        weights = dict(self.weights)
-        for name, change in changes.items():
-            kind, _, rest = name.partition(".")
-            number, _, part = rest.partition(".")
-            behind_stem = kind == "blocks" and number.isdecimal()
-            own = f"blocks.{int(number) + self.stem}.{part}" if behind_stem else name
-            if own not in weights or weights[own].shape != change.shape:
-                raise ContractError(f"added weights must fit the backbone, got {name!r} of shape {tuple(change.shape)}")
-            weights[own] = weights[own] + change
-        return dataclasses.replace(self, weights=weights)
+        own = {self._behind_stem(name): change for name, change in changes.items()}
+        return dataclasses.replace(self, weights=layers.with_changes(self.weights, own))
+
+    def _behind_stem(self, name: str) -> str:
+        kind, _, rest = name.partition(".")
+        number, _, part = rest.partition(".")
+        return f"blocks.{int(number) + self.stem}.{part}" if kind == "blocks" and number.isdecimal() else name
 
     def autocasting(self) -> Self:
         """The same transformer with matrix products in bfloat16, and everything else unchanged."""
@@ -287,7 +285,8 @@ class ViT:
 
     def _weights_of(self, block: int) -> Weights:
         prefix = f"blocks.{self.stem + block}."
-        return {name: self.weights[prefix + name] for name in block_tensors(self.shape)}
+        names = [*block_tensors(self.shape), *(n for n in layers.ADAPTER_TENSORS if prefix + n in self.weights)]
+        return {name: self.weights[prefix + name] for name in names}
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return layers.norm(self.weights, name, x, self.shape.norm_eps)

@@ -13,6 +13,7 @@ from fedprompt.cli import (
     federate,
     info,
     models,
+    posterior_picture,
     reproduce,
     results,
     shipped,
@@ -20,7 +21,7 @@ from fedprompt.cli import (
     starter,
     train,
     tune,
-    uncertainty,
+    uncertainty_table,
 )
 from fedprompt.errors import FedpromptError, command_line
 from fedprompt.io.safe_text import safe_line, safe_text
@@ -59,10 +60,10 @@ for panel, commands in {
         results.report,
         results.dashboard,
         results.audit,
-        uncertainty.uncertainty,
+        uncertainty_table.uncertainty,
         results.verify,
     ),
-    MODELS: (models.predict, models.explain, models.export),
+    MODELS: (models.predict, models.explain, posterior_picture.posterior, models.export),
     LISTS: (info.methods, info.backbones, info.datasets, shipped.configs, info.schema),
     SITES: (federate.server,),
 }.items():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Schema = dict[str, Any]
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 NULL: Schema = {"type": "null"}
+LINE = 160  # letters of a line of the file
 NAMED = ("method", "variant")  # sections whose settings are those of a class
 
 
@@ -36,7 +37,7 @@ def config_schema(methods: Mapping[str, type[Method]], variants: Mapping[str, ty
         if "$ref" in section:
             del section["default"]  # those of its settings, once more
     for kind, classes in {"method": methods, "variant": variants}.items():
-        definitions |= {f"{kind}.{name}": class_schema(name, cls) for name, cls in classes.items()}
+        definitions |= named_once(kind, {name: class_schema(name, cls) for name, cls in classes.items()})
         definitions[kind] = any_of({"enum": list(classes)}, *(reference(f"{kind}.{name}") for name in classes))
     sections["method"] = described(sections["method"], reference("method"))
     sections["variant"] = described(sections["variant"], any_of(reference("variant"), NULL))
@@ -48,9 +49,10 @@ def config_schema(methods: Mapping[str, type[Method]], variants: Mapping[str, ty
         sections[section] = described(sections[section], any_of(reference(model), {"type": "string"}))
     settings = dotted(sections, definitions)
     definitions["setting"] = {"type": "object", "additionalProperties": False, **settings}
-    definitions["sweep"] = sweep_schema(settings, nullable=False)
-    definitions["overlay.sweep"] = sweep_schema(settings, nullable=True)
-    definitions[TUNE] = tune_schema(settings, methods)
+    definitions["sweep"] = sweep_schema(settings)
+    definitions["overlay.sweep"] = overlay_sweep_schema(definitions["sweep"])
+    definitions["range"] = range_schema()
+    definitions[TUNE] = tune_schema(definitions["overlay.sweep"], methods)
     found: Schema = tidy(
         {
             "$schema": DIALECT,
@@ -76,7 +78,21 @@ def config_schema(methods: Mapping[str, type[Method]], variants: Mapping[str, ty
 
 def as_text(schema: Schema) -> str:
     """The schema as a file holds it."""
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    return _lines(schema, "") + "\n"
+
+
+def _lines(value: Any, indent: str) -> str:
+    """JSON in which whatever fits into a line has one line."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if not value or not isinstance(value, dict | list) or len(indent) + len(flat) <= LINE:
+        return flat
+    if isinstance(value, list):
+        parts, (first, last) = [_lines(each, f"{indent} ") for each in value], "[]"
+    else:
+        named = [(f"{json.dumps(key, ensure_ascii=False)}: ", each) for key, each in value.items()]
+        parts, (first, last) = [name + _lines(each, f"{indent} ") for name, each in named], "{}"
+    inner = ",\n".join(f"{indent} {each}" for each in parts)
+    return f"{first}\n{inner}\n{indent}{last}"
 
 
 def reference(name: str) -> Schema:
@@ -127,7 +143,8 @@ def dotted(sections: Mapping[str, Schema], definitions: Mapping[str, Schema]) ->
                 if field not in [merged[other] for other in choices.get(key, [])]:
                     merged[place] = field
                     choices.setdefault(key, []).append(place)
-                if field.get("type") == "object":  # one entry of a mapping, such as train.lrs.prompt
+                drawn = definitions.get(field.get("$ref", "").rpartition("/")[2], field)
+                if drawn.get("type") == "object":  # one entry of a mapping, such as train.lrs.prompt
                     patterns[f"^{section}\\.{name}\\..+"] = reference(f"{place}/additionalProperties")
     properties = {key: at_one_of(places) for key, places in choices.items()}
     return {"properties": {**sections, **properties}, "patternProperties": patterns}
@@ -144,12 +161,31 @@ def at_one_of(places: list[str]) -> Schema:
     return reference(places[0]) if len(places) == 1 else any_of(*map(reference, places))
 
 
-def sweep_schema(settings: Schema, nullable: bool) -> Schema:
-    """Axes: settings with lists of values. In an overlay, null removes an axis."""
+def named_once(kind: str, drawn: Mapping[str, Schema]) -> dict[str, Schema]:
+    """Definitions of some classes. Settings that several of them have alike are defined once and referred to."""
+    alike: dict[str, list[Schema]] = {}
+    found: dict[str, Schema] = {}
+    for schema in drawn.values():
+        for name, each in schema["properties"].items():
+            alike.setdefault(name, []).append(each)
+    for name, schema in drawn.items():
+        settings: dict[str, Schema] = {}
+        for setting, each in schema["properties"].items():
+            kinds = [one for number, one in enumerate(alike[setting]) if one not in alike[setting][:number]]
+            home = f"{kind}s.{setting}" if each == kinds[0] else f"{kind}s.{setting}.{kinds.index(each) + 1}"
+            shared = alike[setting].count(each) > 1
+            settings[setting] = reference(home) if shared else each
+            if shared:
+                found[home] = each
+        found[f"{kind}.{name}"] = {**schema, "properties": settings}
+    return found
+
+
+def sweep_schema(settings: Schema) -> Schema:
+    """Axes: settings with lists of values."""
 
     def axis(items: Schema) -> Schema:
-        values = {"type": "array", "minItems": 1, "items": items}
-        return any_of(values, NULL) if nullable else values
+        return {"type": "array", "minItems": 1, "items": items}
 
     axes = {key: axis(reference(f"setting/properties/{key}")) for key in settings["properties"]}
     return {
@@ -157,6 +193,15 @@ def sweep_schema(settings: Schema, nullable: bool) -> Schema:
         "additionalProperties": False,
         "properties": {**axes, CASES: axis(reference("setting"))},
         "patternProperties": {key: axis(schema) for key, schema in settings["patternProperties"].items()},
+    }
+
+
+def overlay_sweep_schema(sweep: Schema) -> Schema:
+    """Axes of an overlay, in which null removes an axis."""
+    return {
+        **sweep,
+        "properties": {key: any_of(reference(f"sweep/properties/{key}"), NULL) for key in sweep["properties"]},
+        "patternProperties": {key: any_of(each, NULL) for key, each in sweep["patternProperties"].items()},
     }
 
 
@@ -187,30 +232,31 @@ def relaxed(schema: Schema, definitions: Mapping[str, Schema]) -> Schema:
     return {key: value for key, value in definitions[home].items() if key != "required"}
 
 
-def tune_schema(settings: Schema, methods: Iterable[str]) -> Schema:
-    """What `fedprompt tune` tries: settings with lists of values or ranges, also below the name of a method."""
-    number = {"type": "number"}
-    interval = {
+def range_schema() -> Schema:
+    ends = {name: {"type": "number", "description": f"The {name}est value that is tried."} for name in ("low", "high")}
+    scale = {"type": "boolean", "default": True, "description": "Whether values are drawn on a logarithmic scale."}
+    return {
         "type": "object",
         "additionalProperties": False,
-        "required": ["low", "high"],
-        "properties": {"low": number, "high": number, "log": {"type": "boolean", "default": True}},
+        "required": list(ends),
+        "properties": {**ends, "log": scale},
     }
 
-    def entry(items: Schema) -> Schema:
-        return any_of({"type": "array", "minItems": 1, "items": items}, interval, NULL)
 
-    names = [key for key in settings["properties"] if key.split(".")[0] in TUNED_SECTIONS]
-    patterns = {key: each for key, each in settings["patternProperties"].items() if key.startswith("^train")}
+def tune_schema(sweep: Schema, methods: Iterable[str]) -> Schema:
+    """What `fedprompt tune` tries: settings with a list of values, null or a range, also below the name of a method."""
+    interval = reference("range")
+    names = [key for key in sweep["properties"] if key.split(".")[0] in TUNED_SECTIONS]
+    patterns = {key: each for key, each in sweep["patternProperties"].items() if key.startswith("^train")}
     return {
         "description": "What `fedprompt tune` tries: settings, each with a list of values, a range, or null for nothing.",
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            **{key: entry(reference(f"setting/properties/{key}")) for key in names},
+            **{key: any_of(reference(f"overlay.sweep/properties/{key}"), interval) for key in names},
             **dict.fromkeys(methods, reference(TUNE)),
         },
-        "patternProperties": {key: entry(each) for key, each in patterns.items()},
+        "patternProperties": {key: any_of(each, interval) for key, each in patterns.items()},
     }
 
 

@@ -41,18 +41,32 @@ def report(
         bool, typer.Option("--figures", help="For papers: every picture as PNG and SVG in figures/, and table.tex.")
     ] = False,
     against: Against = None,
+    metrics: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SPECIFICITY",
+            help="Also balanced accuracy, macro-F1, AUROC, and sensitivity at this specificity, such as 0.9. It predicts "
+            "the test images again; the three options below say where they are.",
+        ),
+    ] = None,
+    weights: Weights = None,
+    data: Data = None,
+    trust_config: TrustConfig = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page and a picture; see docs/report.md."""
     from fedprompt.report.html_report import write_report
 
-    made = write_report(open_runs(runs), output, figures, against)
+    if metrics is not None and not 0 <= metrics <= 1:
+        raise ConfigError(broken("--metrics", "be in 0..1", metrics))
+    where = {"weights": weights, "data": data, "trust_config": trust_config}
+    made = write_report(open_runs(runs), output, figures, against, metrics, **where)
     lines = [f"report: {made.html}", f"picture: {made.png}"]
     if made.latex is not None:
         lines += [f"table: {made.latex}", f"figures: {len(made.figures)} files in {output / 'figures'}"]
-    data = {"html": str(made.html), "png": str(made.png)}
+    written = {"html": str(made.html), "png": str(made.png)}
     more = {"figures": [str(path) for path in made.figures], "latex": str(made.latex)} if figures else {}
-    emit({**data, **more}, as_json, "\n".join(lines))
+    emit({**written, **more}, as_json, "\n".join(lines))
 
 
 def audit(

@@ -297,7 +297,7 @@ def _write(
     if refusal is not None:
         raise refusal
     baselines = proposal.baselines(str(wishes.method)) if wishes.compare else []
-    chosen = {"name": wishes.method} | ({"head": reasons["head"].value} if "head" in reasons else {})
+    chosen: dict[str, Any] = {"name": wishes.method} | ({"head": reasons["head"].value} if "head" in reasons else {})
     why = "; ".join(reasons[name].reason for name in ("method", "head") if name in reasons)
     methods = [*(({"name": each.value}, each.reason) for each in baselines), (chosen, why)]
     for method, _ in methods:

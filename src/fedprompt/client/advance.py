@@ -14,6 +14,15 @@ class Advance:
         self._listener, self._doing, self._clients, self._steps = listener, doing, clients, steps
         self._done = 0
 
+    @property
+    def done(self) -> int:
+        """Steps so far; set back where some are to be done again."""
+        return self._done
+
+    @done.setter
+    def done(self, steps: int) -> None:
+        self._done = steps
+
     def add(self, steps: int) -> None:
         self._done += steps
         if self._listener is not None and self._steps:

@@ -43,7 +43,8 @@ class StepNeeds:
 
 
 class BatchSizer:
-    """Finds out what steps ask for. Only sizes decide, so the bits of a run depend neither on the machine nor on its history.
+    """Finds out what steps ask for. Only sizes decide, so the bits of a run depend neither on the machine nor on its history,
+    until memory runs out.
 
     Folding clients pays as long as a batch is too small to keep the matrix products busy; beyond `ENOUGH_ROWS` tokens it only
     costs memory.
@@ -53,6 +54,19 @@ class BatchSizer:
         """`augmented` says whether features of training images are computed in every step."""
         self._world, self._cohort, self._noise, self._augmented = world, cohort, noise, augmented
         self._known: list[tuple[Method, bool, object, StepNeeds]] = []
+        self._fitting: int | None = None
+        self._notes: list[str] = []
+
+    def halved(self, clients: int) -> int:
+        """Half as many clients, for which memory has run out: no later batch has more."""
+        self._fitting = max(1, clients // 2)
+        self._notes.append(f"out of memory with {clients} clients in one batch: from here on at most {self._fitting}")
+        return self._fitting
+
+    def take_notes(self) -> list[str]:
+        """What happened since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
 
     @property
     def most(self) -> int:
@@ -63,9 +77,9 @@ class BatchSizer:
         """How many clients share a pass, with batches of that many images."""
         if not step_needs.foldable:
             return 1
-        if self._cohort != "auto":
-            return self._cohort
-        return max(1, min(MOST_CLIENTS, ENOUGH_ROWS // max(1, step_needs.per_image * batch + step_needs.per_client)))
+        rows = max(1, step_needs.per_image * batch + step_needs.per_client)
+        wanted = max(1, min(MOST_CLIENTS, ENOUGH_ROWS // rows)) if self._cohort == "auto" else self._cohort
+        return wanted if self._fitting is None else min(wanted, self._fitting)
 
     def of(self, step: Method, params: Tensors, images: Images, training: bool) -> StepNeeds:
         """The demand of a step on clients whose parameters look like these; asked of one image."""
@@ -96,7 +110,7 @@ class BatchSizer:
             features=(*step.needs, *((tokens_name(first_block(given)),) if passes else step.reads)),
             axes=self._axes(step, training),
             draws=bool(noise),
-            foldable=not given.weights,
+            foldable=not (given.weights or given.text_weights),
         )
 
     def _axes(self, step: Method, training: bool) -> Axes:

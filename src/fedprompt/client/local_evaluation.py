@@ -18,6 +18,7 @@ from fedprompt.client.batched_clients import (
     predictions_of_clients,
     seen_by,
 )
+from fedprompt.client.out_of_memory import in_fitting_parts
 from fedprompt.client.step import forward, make_batch
 from fedprompt.config import Config
 from fedprompt.core.method import Method, World
@@ -72,10 +73,15 @@ class Testing:
         self._advance = Advance(self.listener, "testing", len(params), steps)
         with torch.no_grad():
             for group, step_needs in self._groups(params, images):
-                if len(group) == 1:
-                    found[group[0]] = self._alone(group[0], step_needs, params[group[0]], images[group[0]], round)
-                else:
-                    found |= self._together(group, step_needs, params, images, round)
+
+                def work(clients: list[int], needs: StepNeeds = step_needs) -> dict[int, Predicted]:
+                    if len(clients) == 1:
+                        client = clients[0]
+                        return {client: self._alone(client, needs, params[client], images[client], round)}
+                    return self._together(clients, needs, params, images, round)
+
+                for part in in_fitting_parts(group, self.sizer, self._advance, work):
+                    found |= part
         if self.config.federation.test_classes == "own":
             found = {client: (self._among_own(client, each), numbers) for client, (each, numbers) in found.items()}
         for client, (probabilities, _) in found.items():

@@ -20,6 +20,7 @@ from fedprompt.client.batch_schedule import BatchSchedule, Plan, batch_schedule_
 from fedprompt.client.batch_sizing import BatchSizer, Noise, StepNeeds, shapes_of
 from fedprompt.client.batched_clients import StackedBatch, StackedParams, losses_of_clients, over_clients
 from fedprompt.client.optimizers import OptimizerState, RateSchedule, optimizer_step, rate_schedule
+from fedprompt.client.out_of_memory import in_fitting_parts
 from fedprompt.client.recorded_step import RecordedSteps
 from fedprompt.client.step import step_loss
 from fedprompt.config import Config
@@ -66,6 +67,10 @@ class ClientBatch:
     augmentation: list[Stream]
     """Of the crops and flips of the steps."""
     rates: RateSchedule
+
+
+BatchOf = Callable[[list[int]], ClientBatch]
+Made = tuple[list[int], BatchOf]
 
 
 class LocalTraining:
@@ -123,9 +128,8 @@ class LocalTraining:
         for stage in stages:
             if not stage.trainable or not stage.epochs or stage.steps == 0:
                 continue
-            for line in self._client_batches(stage, jobs, params, round, purpose, fitting):
-                stacked = StackedParams.of([params[client] for client in line.clients], stage.trainable)
-                stacked, losses = self._stage(stage, stacked, line, gradients)
+            batches = self._client_batches(stage, jobs, params, round, purpose, fitting)
+            for line, stacked, losses in self._trained(stage, batches, params, gradients):
                 for place, client in enumerate(line.clients):
                     params[client] = stacked.of_client(place)
                     sizes = line.table.sizes[place]
@@ -135,6 +139,19 @@ class LocalTraining:
             for client, tally in tallies.items()
         }
 
+    def _trained(
+        self, stage: Stage, batches: Iterator[Made], params: Mapping[int, Tensors], gradients: Gradients | None
+    ) -> Iterator[tuple[ClientBatch, StackedParams, Tensor]]:
+        """Clients with their parameters and losses after the stage."""
+        for group, batch_of in batches:
+
+            def work(clients: list[int], batch_of: BatchOf = batch_of) -> tuple[ClientBatch, StackedParams, Tensor]:
+                line = batch_of(clients)
+                stacked = StackedParams.of([params[client] for client in clients], stage.trainable)
+                return line, *self._stage(stage, stacked, line, gradients)
+
+            yield from in_fitting_parts(group, self.sizer, self._advance, work)
+
     def _client_batches(
         self,
         stage: Stage,
@@ -143,8 +160,8 @@ class LocalTraining:
         round: int,
         purpose: str,
         fitting: bool,
-    ) -> Iterator[ClientBatch]:
-        """The clients of a stage with all they need, those with most steps first, as many at a time as make a good batch."""
+    ) -> Iterator[Made]:
+        """The clients of a stage, those with most steps first, as many at a time as make a good batch, and how it is made."""
         train, seed = self.config.train, self.config.seed
         plans: dict[int, Plan] = {}
         shares: dict[int, Images] = {}
@@ -157,15 +174,9 @@ class LocalTraining:
         rounds = self.config.federation.rounds
         most = max(max(sizes) for _, sizes in plans.values())
         step_needs = self.sizer.of(stage.step, params[clients[0]], shares[clients[0]], training=True)
-        size = self.sizer.clients(step_needs, most)
-        for start in range(0, len(clients), size):
-            group = clients[start : start + size]
+
+        def batch_of(group: list[int]) -> ClientBatch:
             images = [shares[client] for client in group]
-            ahead = [torch.from_numpy(shares[client].indices) for client in clients[start + size : start + 2 * size]]
-            if ahead and train.augmented:  # decoded while this group trains
-                self.bank.decode_ahead(torch.cat(ahead))
-            elif ahead:
-                self.bank.prefetch(torch.cat(ahead), step_needs.features)
             draws, augmentation = (
                 [stream(seed, round, client, f"{purpose}{what}.{stage.name}") for client in group] if wanted else []
                 for what, wanted in (("noise", step_needs.draws), ("augmentation", train.augmented))
@@ -175,7 +186,19 @@ class LocalTraining:
                 train, stage.trainable, self.begun, steps, stage.epochs, max(round, 1), rounds, fitting
             )
             table = batch_schedule_of(images, [plans[client] for client in group])
-            yield ClientBatch(group, images, table, step_needs, draws, augmentation, rates)
+            return ClientBatch(group, images, table, step_needs, draws, augmentation, rates)
+
+        start = 0
+        while start < len(clients):
+            size = self.sizer.clients(step_needs, most)
+            group = clients[start : start + size]
+            ahead = [torch.from_numpy(shares[client].indices) for client in clients[start + size : start + 2 * size]]
+            if ahead and train.augmented:  # decoded while this group trains
+                self.bank.decode_ahead(torch.cat(ahead))
+            elif ahead:
+                self.bank.prefetch(torch.cat(ahead), step_needs.features)
+            yield group, batch_of
+            start += len(group)
 
     def _stage(
         self, stage: Stage, stacked: StackedParams, line: ClientBatch, gradients: Gradients | None

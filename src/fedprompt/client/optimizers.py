@@ -70,8 +70,7 @@ def _sgd(
 ) -> tuple[Tensors, OptimizerState]:
     """SGD with weight decay and heavy-ball momentum, of all tensors at once."""
     momentum, names = float(train.momentum), list(grads)
-    before = [params[name] for name in names]
-    slopes = list(grads.values())
+    before, slopes = [params[name] for name in names], list(grads.values())
     if train.weight_decay:
         slopes = list(torch._foreach_add(slopes, before, alpha=train.weight_decay))
     if momentum and state.first:

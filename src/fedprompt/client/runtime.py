@@ -278,8 +278,9 @@ class ClientRuntime:
         part = part or self.config.federation.evaluate_on
         images = {client: self.bank.images(client, part) for client in params}
         found = self.testing.run(params, images, round)
+        last = round >= self.config.federation.rounds or part != self.config.federation.evaluate_on
         return {
-            client: score(draws, images[client].labels, images[client].domains, self.domain_names, numbers)
+            client: score(draws, images[client].labels, images[client].domains, self.domain_names, numbers, last)
             for client, (draws, numbers) in found.items()
         }
 

@@ -14,10 +14,12 @@ from fedprompt.modules.insertion import VisionPrompt
 from fedprompt.tensors import Tensors
 
 
-def encode_text(world: World, plan: Mapping[str, TextContext], contexts: Tensors) -> Tensors:
+def encode_text(
+    world: World, plan: Mapping[str, TextContext], contexts: Tensors, changes: Mapping[str, Tensor] | None = None
+) -> Tensors:
     """The frozen text tower: features (N, C, D) of the contexts (N, ...) of N clients. Those of one shape run together.
 
-    Contexts per image (N, B, m, d) have features (N, B, C, D).
+    Contexts per image (N, B, m, d) have features (N, B, C, D). With `changes` of the tower's weights nothing is stored.
     """
     kinds: dict[tuple[torch.Size, Position], list[str]] = {}
     found: Tensors = {}
@@ -27,15 +29,21 @@ def encode_text(world: World, plan: Mapping[str, TextContext], contexts: Tensors
         else:
             kinds.setdefault((contexts[name].shape, context.position), []).append(name)
     for (_, position), names in kinds.items():
-        features = world.text.encode(torch.cat([contexts[name] for name in names]), position)
+        together = torch.cat([contexts[name] for name in names])
+        features = (
+            _encode_unstored(world, together, position, changes) if changes else world.text.encode(together, position)
+        )
         found |= dict(zip(names, features.unflatten(0, (len(names), -1)), strict=True))
     return found
 
 
 def _encode_per_image(world: World, contexts: Tensor, position: Position) -> Tensor:
-    sizes = list(contexts.shape[:2])
-    encode = world.text.encode_unstored or world.text.encode
-    return torch.unflatten(encode(contexts.flatten(0, 1), position), 0, sizes)
+    return torch.unflatten(_encode_unstored(world, contexts.flatten(0, 1), position, {}), 0, list(contexts.shape[:2]))
+
+
+def _encode_unstored(world: World, contexts: Tensor, position: Position, changes: Mapping[str, Tensor]) -> Tensor:
+    assert world.text.encode_unstored is not None
+    return world.text.encode_unstored(contexts, position, changes)
 
 
 def inserted(slots: Sequence[VisionPrompt]) -> tuple[VisionPrompt, ...]:
@@ -69,7 +77,9 @@ def forward(
     given = method.prompts(world, params, batch, noise)
     extra = dict(given.extra)
     contexts = {name: context.tokens.unsqueeze(0) for name, context in given.text.items()}
-    text = {name: features[0] for name, features in encode_text(world, given.text, contexts).items()}
+    text = {
+        name: features[0] for name, features in encode_text(world, given.text, contexts, given.text_weights).items()
+    }
     if not changes_images(given, method.reads):
         found = {name: images.features(name, positions) for name in method.reads}
         repeated = {name: value.repeat(given.repeat, *[1] * (value.dim() - 1)) for name, value in found.items()}

@@ -5,6 +5,7 @@ Free of torch, like `fedprompt.config`.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ import yaml
 
 from fedprompt.config.protection_settings import PRIVACY_PRESETS
 from fedprompt.config.settings import SHORTHANDS, Config, as_section, parse
-from fedprompt.config.shipped_configs import located
+from fedprompt.config.shipped_configs import located, names
 from fedprompt.config.strict_yaml import MOST_BYTES, MOST_LEVELS, read_yaml
 from fedprompt.errors import ConfigError, broken, did_you_mean
 from fedprompt.io.bounded_read import read_text
@@ -36,6 +37,7 @@ TUNED_SECTIONS = (
 KEEPING = ("data", "backbone")  # sections whose other settings stay when a text is given for them
 CASES = "cases"  # the axis of a sweep whose choices set several settings each
 MOST_RUNS = 10_000  # of one sweep
+MOST_LETTERS = 150  # that what differs adds to the name of a run; folders have names of at most 255
 MOST_TEXT = 64 * 2**20  # bytes of settings, written out for every run of a sweep
 
 
@@ -68,7 +70,9 @@ def read(path: str | Path) -> dict[str, Any]:
     try:
         raw = read_yaml(read_text(located(path), MOST_BYTES)) or {}
     except OSError as error:
-        raise ConfigError(f"config: cannot read {str(path)!r}: {error.strerror}") from error
+        beside = [str(each) for each in Path(path).parent.glob("*.y*ml")]
+        hint = did_you_mean(path, [*beside, *names()]) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"config: cannot read {str(path)!r}: {error.strerror}{hint}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"config: {str(path)!r} is not YAML: {error}") from error
     if not isinstance(raw, dict):
@@ -150,6 +154,11 @@ def told_apart(configs: list[Config]) -> list[Config]:
             raise ConfigError(f"sweep must not hold the same run twice, got {name!r} {len(alike)} times")
         for number in alike if len(alike) > 1 else []:
             parts = [f"{_last_name(key)}{flat[number][key]}" for key in varied if flat[number].get(key) is not None]
+            if sum(map(len, parts)) > MOST_LETTERS:
+                parts = [
+                    part if len(part) <= 40 else f"{part[:24]}-{hashlib.sha256(part.encode()).hexdigest()[:8]}"
+                    for part in parts
+                ]
             result[number] = renamed(configs[number], *parts)
     return result
 

@@ -25,6 +25,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=150, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 
+DeviceName = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]  # the program chooses, and the run file says what it chose
 ScheduleName = Literal["constant", "cosine", "local_cosine"]

@@ -28,13 +28,14 @@ from fedprompt.config.protection_settings import (
     GuardConfig,
     PrivacyConfig,
 )
-from fedprompt.config.registries import BACKBONES, ENGINES, PARTITIONS, SOURCES, TRACKERS, In
+from fedprompt.config.registries import BACKBONES, ENGINES, PARTITIONS, REMOTE_ENGINES, SOURCES, TRACKERS, In
 from fedprompt.config.setting_types import (
     MOST_EPOCHS,
     MOST_ROUNDS,
     Auto,
     Bound,
     Decay,
+    DeviceName,
     Extensible,
     Grown,
     Location,
@@ -156,7 +157,7 @@ class BackboneConfig(Extensible):
     """Checksum of the weight file. A file with another checksum is refused."""
     revision: str | None = None
     """Revision of a hub id: a branch, a tag or a commit."""
-    device: Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")] = "cpu"
+    device: DeviceName = "cpu"
     """Device that computes: `cpu`, `mps`, `cuda` or `cuda:0`."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Precision of weights and activations."""
@@ -318,6 +319,8 @@ class OutputConfig(Grown):
 class EngineConfig(Extensible):
     """How the work is done. It changes results by rounding at most, so it is left out of the hash."""
 
+    later: ClassVar[tuple[str, ...]] = ("options", "devices")
+
     kind: Annotated[str, In(ENGINES)] = "in-process"
     """Where clients run: in this process, as nodes that Flower simulates with Ray, or as sites that Flower connects."""
     sites: list[SiteName] = []
@@ -330,6 +333,8 @@ class EngineConfig(Extensible):
     """Number of clients trained as one batch. `auto` chooses by the size of a step."""
     workers: NotNegative = 0
     """Processes for the clients of a round, one thread each. 0: this one, or all cores with `flower-simulation`."""
+    devices: list[DeviceName] = []
+    """Devices of the worker processes, such as `cuda:0` and `cuda:1`, in turn. Without `workers`, one process for each."""
     compile: bool = False
     """Compile the frozen backbone with torch.compile."""
     memory_gib: Rate = 2.0
@@ -340,6 +345,12 @@ class EngineConfig(Extensible):
     """Precision of stored features: the backbone's, or bfloat16, which takes half the room of float32 and rounds to 3 digits."""
     options: dict[str, Any] = {}
     """Settings of a `kind` that is not of this package."""
+
+    @model_validator(mode="after")
+    def _devices_are_those_of_workers(self) -> EngineConfig:
+        if self.devices and self.kind in REMOTE_ENGINES:
+            raise ValueError(f"have no devices with kind {self.kind}: each node has the device it was started with")
+        return self
 
 
 class TunedConfig(Section):

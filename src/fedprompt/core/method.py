@@ -168,7 +168,11 @@ class Prompts:
     pause: int | None = None
     """Before this block the pass stops, and `later` is called for more prompts."""
     weights: Tensors = field(default_factory=dict)
-    """Changes added to the frozen weights of that name, block 0 being the first promptable."""
+    """Changes added to the frozen weights of that name, block 0 being the first promptable. `blocks.0.adapter.*` (`down`,
+    `middle` and `up`, each with `weight` and `bias`) is a bottleneck beside the block, which adds to its output.
+    """
+    text_weights: Tensors = field(default_factory=dict)
+    """The same for the text tower."""
 
 
 @dataclass(frozen=True)

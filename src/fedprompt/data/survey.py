@@ -100,6 +100,6 @@ def _unread(root: Path) -> dict[str, int]:
     for number, path in enumerate(root.rglob("*")):
         if number == MOST_ENTRIES:
             break
-        if path.suffix.lower() in UNREAD - EXTENSIONS:
+        if path.suffix.lower() in UNREAD.difference(EXTENSIONS):
             found[path.suffix.lower()] += 1
     return dict(found)

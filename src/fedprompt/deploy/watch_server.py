@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedprompt.deploy.expiry import NOTICE
 from fedprompt.deploy.federation_state import FederationState, Observed, RunState
@@ -66,7 +66,7 @@ class Watch:
             old = was.get(site.name)
             if old is None or old.connected == site.connected:
                 continue
-            about = {"site": site.name, "run": run.name if run and site.name in run.sites else None}
+            about: dict[str, Any] = {"site": site.name, "run": run.name if run and site.name in run.sites else None}
             if site.connected:
                 fact("connected", **about)
             else:

@@ -44,6 +44,10 @@ class InProcess:
         """Client states changed since the last call, to be committed with the round."""
         return self._runtime.states.take_changes()
 
+    def take_notes(self) -> list[str]:
+        """What happened since the last call and the run file should say, such as memory that ran out."""
+        return self._runtime.sizer.take_notes()
+
     def group_size(self, clients: int) -> int:
         """How many of these clients are computed as one batch."""
         return self._runtime.cohort_size()

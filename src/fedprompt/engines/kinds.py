@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+from fedprompt.backbones.assemble import compute_device
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.config import Config
 from fedprompt.config.plugin_options import arguments
@@ -39,11 +40,13 @@ def opener(config: Config) -> Callable[[], AbstractContextManager[MakeEngine]]:
 
 @register_engine("in-process")
 @contextmanager
-def in_process(config: Config, *, workers: int) -> Iterator[MakeEngine]:
-    """Clients in this process, or distributed over `engine.workers` processes."""
-    if not workers:
+def in_process(config: Config, *, workers: int, devices: list[str]) -> Iterator[MakeEngine]:
+    """Clients in this process, or distributed over `engine.workers` processes, on `engine.devices`."""
+    for name in devices:
+        compute_device(name, "engine.devices")
+    if not (workers or devices):
         yield lambda runtime, ground: InProcess(runtime)
         return
-    with WorkerPool(workers) as pool:  # workers import modules while this process prepares
+    with WorkerPool(workers or len(devices), devices) as pool:  # workers import modules while this process prepares
         yield lambda runtime, ground: Workers(runtime, pool, ground)
         pool.assert_frozen()

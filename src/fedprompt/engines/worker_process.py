@@ -91,7 +91,7 @@ class WorkerLoop:
         answers = _answers(self._runtime, header["kind"], header["round"], received, packing)
         now = {client: packing.put(state) for client, state in self._states.changed().items()}
         results = [{"client": client, "state": now.get(client), **answer} for client, answer in answers.items()]
-        return Frame({"clients": results}, packing.to_bytes())
+        return Frame({"clients": results, "notes": self._runtime.sizer.take_notes()}, packing.to_bytes())
 
 
 def _placed(tensors: Tensors, runtime: ClientRuntime) -> Tensors:

@@ -43,7 +43,8 @@ class WorkerDied(Exception):
 class Worker:
     """One process. It imports modules at its start, prepares when it receives the experiment, and then does tasks."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE],
             stdin=subprocess.PIPE,
@@ -65,6 +66,10 @@ class Worker:
     def begin(self, experiment: Frame) -> None:
         """Send it the experiment, without waiting until it is ready."""
         self._ground = None
+        if self.device is not None:
+            config = experiment.header["config"]
+            placed = {**config, "backbone": {**config["backbone"], "device": self.device}}
+            experiment = Frame({**experiment.header, "config": placed}, experiment.tensors)
         with suppress(OSError):  # a dead worker is noticed at its next task
             self._write(experiment)
             self._preparing += 1
@@ -149,8 +154,9 @@ def _environment() -> dict[str, str]:
 class WorkerPool:
     """Workers, with one thread each that waits for answers. If a worker dies, a new one gets its task, once."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, devices: Sequence[str] = ()) -> None:
+        """The workers take the devices in turn; without any, all have that of the experiment."""
+        self.size, self._devices = size, list(devices)
         self._experiment: Frame | None = None
         self._ground: list[str] = []
         self._lock, self._closed = Lock(), False
@@ -158,8 +164,8 @@ class WorkerPool:
         self._workers: list[Worker] = []
         self._free: SimpleQueue[Worker] = SimpleQueue()
         try:
-            for _ in range(size):
-                self._free.put(self._start())
+            for number in range(size):
+                self._free.put(self._start(self._devices[number % len(devices)] if devices else None))
         except BaseException:
             self.close()
             raise
@@ -232,13 +238,13 @@ class WorkerPool:
                 raise WorkerDied("was no longer needed")
             self._workers.remove(dead)
             dead.close()
-            worker = self._start()
+            worker = self._start(dead.device)
         assert self._experiment is not None
         worker.begin(self._experiment)
         return worker
 
-    def _start(self) -> Worker:
-        worker = Worker()
+    def _start(self, device: str | None) -> Worker:
+        worker = Worker(device)
         self._workers.append(worker)
         return worker
 
@@ -249,6 +255,7 @@ class Workers(InProcess):
     def __init__(self, runtime: ClientRuntime, pool: WorkerPool, ground: list[str]) -> None:
         super().__init__(runtime)
         self._pool = pool
+        self._notes: list[str] = []
         pool.begin(Frame({"kind": "begin", "config": _settings(runtime, pool.size)}), ground)
 
     def survey(self, clients: Sequence[int], download: Download) -> Iterator[LocalUpdate | Failure]:
@@ -263,6 +270,10 @@ class Workers(InProcess):
         for answers, _ in self._answers("evaluate", round, clients, download):
             for each in answers:
                 yield each["client"], ClientResult(**each["result"])
+
+    def take_notes(self) -> list[str]:
+        notes, self._notes = [*super().take_notes(), *self._notes], []
+        return notes
 
     def group_size(self, clients: int) -> int:
         return max(1, min(super().group_size(clients), math.ceil(clients / self._pool.size)))
@@ -313,6 +324,7 @@ class Workers(InProcess):
         return Frame({"kind": kind, "round": round, "clients": clients}, packing.to_bytes())
 
     def _opened(self, answer: Frame) -> tuple[list[dict[str, Any]], Callable[[dict[str, int]], Tensors]]:
+        self._notes += [text for text in answer.header.get("notes", []) if text not in self._notes]
         tensors, device = Unpacking(answer.tensors), self._runtime.world.device
         return answer.header["clients"], lambda places: {
             name: tensor.to(device) for name, tensor in tensors.take(places).items()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.data.cache.row_file import RowFile, most_space, remove_unused, space
+from fedprompt.tensors import to_device
 
 SUFFIX = ".rows"
 
@@ -97,9 +98,8 @@ class FileRows:
         self._over = False
         self.known, self.holds = self._file.known, self._file.holds
         with suppress(OSError):
-            os.utime(
-                path, follow_symlinks=os.utime not in os.supports_follow_symlinks
-            )  # those used longest ago are deleted first
+            follow = os.utime not in os.supports_follow_symlinks
+            os.utime(path, follow_symlinks=follow)  # those used longest ago are deleted first
 
     @property
     def full(self) -> bool:
@@ -107,7 +107,7 @@ class FileRows:
 
     def take(self, indices: np.ndarray) -> Tensor:
         rows = torch.from_numpy(self._file.read(indices)).flatten().view(self._dtype)
-        return rows.view(len(indices), *self._shape).to(self._device)
+        return to_device(rows.view(len(indices), *self._shape), self._device)
 
     def put(self, indices: np.ndarray, rows: Tensor) -> None:
         wanted = most_space(indices, self._row_bytes)

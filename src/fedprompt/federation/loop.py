@@ -447,8 +447,12 @@ class Federation:
     ) -> Server:
         """The server after the round was written; rows of the pool are from then on read from the run file."""
         evaluations = {client: results[client].to_json() for client in sorted(results)}
+        notes: list[str] = getattr(self.engine, "take_notes", list)()  # an engine of another package may have none
+        events = [*events, *(Event(None, WARNING, f"memory: {text}") for text in notes)]
         shared, own, change = wire.encode(server.shared), wire.encode(server.own), self.pool_rows.change(server.pool)
         self.store.commit(record, shared, own, self.engine.take_states(), evaluations, events, change)
+        for text in notes:
+            self.observer.warned(record.round, text)
         return replace(server, pool=self.pool_rows.committed(server.pool))
 
     def _placed(self, tensors: Tensors) -> Tensors:
@@ -478,7 +482,9 @@ def _late_events(admitted: Admitted, staleness: float) -> list[Event]:
     """Updates that came after their round and count in this one, for the run file."""
     return [
         Event(
-            each.client, LATE, f"{each.late} rounds late: counts with {decay(staleness, each.late):.3g} of its weight"
+            each.client,
+            LATE,
+            f"{each.late} round{'s' * (each.late > 1)} late: counts with {decay(staleness, each.late):.3g} of its weight",
         )
         for each in admitted.updates
         if each.late

@@ -178,7 +178,9 @@ def watch(
         return inserted(more.vision)
 
     contexts = {name: context.tokens.unsqueeze(0) for name, context in given.text.items()}
-    text = {name: features[0] for name, features in encode_text(world, given.text, contexts).items()}
+    text = {
+        name: features[0] for name, features in encode_text(world, given.text, contexts, given.text_weights).items()
+    }
     changed = backbone.with_added(given.weights) if given.weights else backbone
     pause = None if given.pause is None else (given.pause, later)
     repeated = images.repeat(given.repeat, 1, 1, 1)

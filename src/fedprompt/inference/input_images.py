@@ -57,7 +57,7 @@ def _of_folder(root: Path, classes: frozenset[str]) -> Iterator[Item]:
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         label = Path(folder).name if Path(folder) != root and Path(folder).name in classes else None
         for name in sorted(names):
-            if Path(name).suffix.lower() in EXTENSIONS and not name.startswith("."):
+            if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
                 found = True
                 path = Path(folder) / name
                 yield Item(shown(path), partial(_read, path), label)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.backbones.dual_encoder import DualEncoder
+from fedprompt.backbones.layers import ADAPTER
 from fedprompt.backbones.vit import ATTENTION, ViT
 from fedprompt.client.step import encode_text, first_block, inserted
 from fedprompt.core.method import Batch, Prompts, Seen
@@ -84,6 +85,11 @@ def constant(client: TrainedClient, reference: np.ndarray) -> Constant:
         )
     with torch.no_grad():
         plans = [_plan(client, part) for part in _parts(client, reference)]
+        if any(ADAPTER in name for name in plans[0].given.weights):
+            raise ConfigError(
+                f"{client.config.label} cannot be exported: it has adapters beside the blocks of the image tower, which "
+                "`transformers` has not; use `fedprompt predict`"
+            )
         slots, varies = _mean_slots([plan.given for plan in plans])
         first = plans[0]
         varies = varies or any(context.per_image for context in first.given.text.values())
@@ -159,7 +165,7 @@ def _read_out(client: TrainedClient, plans: list[_Plan], slots: tuple[VisionProm
     method, world, given, batch = client.method, client.world, plans[0].given, plans[0].batch
     fixed = {name: _mean_context([plan.given.text[name] for plan in plans]) for name in given.text}
     contexts = {name: context.tokens.unsqueeze(0) for name, context in fixed.items()}
-    text = {name: features[0] for name, features in encode_text(world, fixed, contexts).items()}
+    text = {name: features[0] for name, features in encode_text(world, fixed, contexts, given.text_weights).items()}
     by_image = {name for name, context in given.text.items() if context.per_image}
     extras = [{name: _by_image(value, plan) for name, value in plan.given.extra.items()} for plan in plans]
     means = {name: torch.cat([each[name] for each in extras]).mean(0) for name in given.extra}

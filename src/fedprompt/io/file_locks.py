@@ -25,7 +25,7 @@ def lock(handle: int) -> None:
     place = os.lseek(handle, 0, os.SEEK_CUR)
     try:
         os.lseek(handle, FAR, os.SEEK_SET)
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
     finally:
         os.lseek(handle, place, os.SEEK_SET)
 

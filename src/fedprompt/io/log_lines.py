@@ -25,6 +25,7 @@ from fedprompt.io.safe_text import safe_line
 Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
 
+FIELDS = {"time", "level", "run", "site", "round", "text"}
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
 LONGEST = 8192  # characters of a text
 LIBRARIES = ("flwr", "uvicorn", "uvicorn.error", "uvicorn.access", "httpx", "httpcore", "py.warnings")
@@ -32,7 +33,7 @@ PATIENCE = 1.0  # seconds in which the last lines of a child are read
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LEVEL = re.compile(r"(?:\[?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\]?)(?:\s*:\s*|\s+)(.*)", re.IGNORECASE)
-_OURS = re.compile(r'(\d{4}-\d\d-\d\dT[0-9:.]+Z (DEBUG|INFO|WARNING|ERROR) |\{"time": ")')
+_OURS = re.compile(r"\d{4}-\d\d-\d\dT[0-9:.]+Z (DEBUG|INFO|WARNING|ERROR) ")
 _NAMES = {"warn": "warning", "critical": "error"}
 
 _format: Format = "text"
@@ -114,12 +115,24 @@ def relayed(line: str) -> str | None:
     plain = _COLOUR.sub("", line).strip()
     if not plain:
         return None
-    if _OURS.match(plain):
-        return plain if _format == "json" else safe_line(plain)
+    known = _known(plain)
+    if known is not None:
+        return known
     found = _LEVEL.match(plain)
     level, text = (found[1].lower(), found[2]) if found else ("info", plain)
     named: Any = _NAMES.get(level, level)
     return line_of(text, named, site=_site) if text.strip() else None
+
+
+def _known(line: str) -> str | None:
+    """A line that has the chosen form already, made safe again: a child may print anything."""
+    if _format == "text":
+        return safe_line(line) if _OURS.match(line) else None
+    try:
+        values = json.loads(line) if line.startswith('{"time": ') else None
+    except ValueError:
+        return None
+    return json.dumps(values) if isinstance(values, dict) and values.keys() == FIELDS else None
 
 
 @contextmanager

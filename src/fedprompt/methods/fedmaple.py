@@ -21,8 +21,9 @@ x 512.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -33,6 +34,7 @@ from fedprompt.core.method import Batch, Prompts, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
+from fedprompt.methods.bases.with_text import RATES
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.modules.contexts import random_context
 from fedprompt.modules.init import linear_layer
@@ -47,6 +49,8 @@ MAPLE_DEPTH = 9
 @dataclass(frozen=True)
 class FedMaPLe(PromptFL):
     """Text and vision prompts averaged over clients. MaPLe begins with `context_words: a photo`."""
+
+    rates: ClassVar[Mapping[str, float | str]] = RATES
 
     coupling: Literal["maple", "independent"] = "maple"
     """Vision prompts are linear maps of the text context, or independent prompts."""

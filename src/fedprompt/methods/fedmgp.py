@@ -19,9 +19,9 @@ replace the first s, of which the global ones are copies: nothing changes, and a
 
 With G = s = 1 and mu = 0 this is FedVLP, the independent coupling of `fedmaple` with one prompted block.
 
-Departures from the authors' code, which the paper's text does not support: it takes the *absolute value* of the diversity
-term, so it pulls the groups together while the paper wants them apart; its first draw has equal probabilities and a seed
-that does not depend on the run's. A run of groups costs G passes of both towers.
+Where we depart from the authors' code: it takes the *absolute value* of its diversity term, which then pulls the groups
+together; ours keeps the sign. Its first draw has equal probabilities and a seed that does not depend on the run's. A step
+costs G passes of both towers.
 """
 
 from __future__ import annotations

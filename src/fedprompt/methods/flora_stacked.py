@@ -15,7 +15,7 @@ the padding out of the product, hence without a gradient; the server cuts the pa
 counts as traffic.
 
 The method was called `flora` here before; configs and run files with that name are still read. There is another FLORA,
-which tunes CLIP with low-rank factors.
+which tunes the prompts of CLIP: `flora_clip`.
 
 Traffic: here a client keeps only its head, so it receives the whole merged change, d x d values per changed projection
 (14.2 million for a ViT-B with q and v in 12 blocks), and the new A. Clients that take part in every round and keep the

@@ -27,6 +27,15 @@ w / 25 for the distance and w / (25 sqrt(1 - w)) for the cosine, whose prototype
 this gives 0.03 to 0.05 and 1.5 to 2.2 times the weight of the true class that 0.1 gives (docs/discussion.md).
 Centring queries and prototypes does nothing to the distance, and little to the cosine once the temperature fits.
 
+**Where, and from which start.** Class prompts enter before the last quarter of the blocks and start at random. As tokens
+of a blank image they would be nearly equal: a mixture then says nothing of the class, nor of the client's prior, and ten
+rounds did not change that (docs/discussion.md).
+
+**An image does not count in its own prototype.** In training, the weights of an image of the client use, for its own
+class, the mean of the n_c - 1 other images, (n_c mu_c - z) / (n_c - 1), as a test image finds it. Otherwise training
+images look nearer to their class than test images will, and the head trusts the mixture too much. That needs the counts
+n_c, which go down with the prototypes; a class of one image keeps its prototype, and so do prototypes that move.
+
 **Control.** The prior alone already helps: p(y|x, k) ~ pi_k(y) p(x|y). With `logit_prior: 1` the log prior is added to
 the logits, in training and in tests; with no tokens at all that is a shared head with logit adjustment, which shows
 what the prompts add.
@@ -81,12 +90,12 @@ class PEPFedPT(WithHead):
     """N_s, shared tokens before block 0, carried through all blocks."""
     class_tokens: Annotated[int, Field(ge=0)] = 1
     """N_c, tokens of each class."""
-    class_blocks: tuple[Block, ...] = (1,)
-    """Blocks, from 0, that get their own class prompts; the last ones are kept until the end."""
+    class_blocks: tuple[Block, ...] | None = None
+    """Blocks, from 0, that get their own class prompts; the last ones are kept until the end. Null for the last quarter."""
     prompt_init: PromptStart = "blank"
     """Initial shared prompts: tokens of a blank image, VPT's uniform ones, or zeros."""
-    class_prompt_init: PromptStart = "blank"
-    """The same for the class prompts."""
+    class_prompt_init: PromptStart = "random"
+    """The same for the class prompts. Blank ones are nearly equal, so that a mixture says nothing of the class."""
     query: Literal["frozen_cls", "inline"] = "frozen_cls"
     """Feature that is compared with the prototypes."""
     normalise_query: bool = True
@@ -120,7 +129,7 @@ class PEPFedPT(WithHead):
 
     def check(self, world: World, train: TrainConfig) -> None:
         world.check_blocks()
-        blocks = list(self.class_blocks)
+        blocks = list(self.blocks_of_classes(world))
         if not blocks or blocks != sorted(set(blocks)) or blocks[-1] >= world.blocks:
             raise ConfigError(
                 broken("method.class_blocks", f"be increasing and in 0..{world.blocks - 1}, one at least", blocks)
@@ -132,6 +141,11 @@ class PEPFedPT(WithHead):
                 broken("method.class_blocks", "start behind block 0 with query inline, as CLS has seen nothing", blocks)
             )
 
+    def blocks_of_classes(self, world: World) -> tuple[int, ...]:
+        """The blocks that get class prompts."""
+        last = range(world.blocks - max(1, world.blocks // 4), world.blocks)
+        return tuple(last) if self.class_blocks is None else self.class_blocks
+
     @property
     def sums_suffice(self) -> bool:
         return self.class_prompt_weighting != "class_counts"
@@ -139,7 +153,7 @@ class PEPFedPT(WithHead):
     def init(self, world: World, generator: Stream) -> Roles:
         classes, width = world.classes, world.width
         shared = world.initial_prompt(self.prompt_init, [0], self.shared_tokens, generator)
-        blocks = [*self.class_blocks] * classes
+        blocks = [*self.blocks_of_classes(world)] * classes
         of_classes = world.initial_prompt(self.class_prompt_init, blocks, self.class_tokens, generator)
         prompts = {"shared_prompt": shared, "class_prompts": of_classes.unflatten(0, (classes, -1))}
         server = {"prototypes": torch.zeros(classes, width), "known": torch.zeros(classes)}
@@ -184,6 +198,13 @@ class PEPFedPT(WithHead):
         counts = counts + self.smoothing if policy == "own" else torch.ones_like(counts)
         return {"prior": F.normalize(counts, p=1, dim=0)}
 
+    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        """With `counted` (C,): the classes whose prototypes hold this client's training images."""
+        counts = client.class_counts.to(world.device)
+        sent = self.query == "frozen_cls" and client.index not in world.newcomers
+        counted = (counts >= self.minimum_count) & sent
+        return {**super().begin(world, client, received, local), "counted": counted.to(world.dtype)}
+
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         own = sorted(set(world.roles.local) - {"prior"})
         if own:
@@ -193,25 +214,38 @@ class PEPFedPT(WithHead):
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         shared = VisionPrompt(params["shared_prompt"], (0,))
         if self.query == "inline":
-            return Prompts(vision=(shared,), pause=self.class_blocks[0])
-        mixed = self._mixed(params, batch.features["cls"])
+            return Prompts(vision=(shared,), pause=self.blocks_of_classes(world)[0])
+        mixed = self._mixed(world, params, batch.features["cls"], batch)
         return replace(mixed, vision=(shared, *mixed.vision))
 
     def later(self, world: World, params: Tensors, cls: Tensor, batch: Batch, noise: Tensors) -> Prompts:
-        return self._mixed(params, cls)
+        return self._mixed(world, params, cls, batch)
 
     def queries(self, cls: Tensor) -> Tensor:
         cls = cls.detach() if self.detach_query else cls
         return F.normalize(cls, dim=-1) if self.normalise_query else cls
 
     def class_weights(
-        self, query: Tensor, prototypes: Tensor, known: Tensor, prior: Tensor, temperature: Tensor | float = WIDEST
+        self,
+        query: Tensor,
+        prototypes: Tensor,
+        known: Tensor,
+        prior: Tensor,
+        temperature: Tensor | float = WIDEST,
+        own: Tensor | None = None,
     ) -> Tensor:
-        """s (B, C) of queries (B, d), given prototypes (C, d), which of them are known and the client's prior (C,)."""
+        """s (B, C) of queries (B, d), given prototypes (C, d), the images they are means of (0: none) and the client's prior (C,).
+
+        `own` (B, C) is above 0 where a query is one of these images: there the prototype is that of the others.
+        """
         allowed = prior > 0 if self.kappa else torch.ones_like(prior, dtype=torch.bool)
         usable = allowed & (known > 0)
         alone = torch.where(allowed.any(), allowed, True)
-        likeness = self._likeness(query, prototypes) / temperature
+        likeness = self._likeness(query, prototypes)
+        if own is not None:
+            others = self._likeness_of_others(query, prototypes, known)
+            likeness = torch.where((own > 0) & (known >= 2), others, likeness)
+        likeness = likeness / temperature
         bias = self.kappa * torch.where(prior > 0, prior, 1.0).log()
         score = torch.where(usable.any(), likeness, 0.0) + bias
         return torch.where(torch.where(usable.any(), usable, alone), score, -torch.inf).softmax(-1)
@@ -222,13 +256,27 @@ class PEPFedPT(WithHead):
         lengths = query.square().sum(-1, keepdim=True) + prototypes.square().sum(-1)
         return query @ prototypes.T - lengths / 2
 
-    def _mixed(self, params: Tensors, cls: Tensor) -> Prompts:
+    def _likeness_of_others(self, query: Tensor, prototypes: Tensor, known: Tensor) -> Tensor:
+        """The same with (n mu - z) / (n - 1), the mean of the n - 1 images that are not the query, for every class (B, C)."""
+        rest = (known - 1).clamp_min(1)
+        product, square = query @ prototypes.T, query.square().sum(-1, keepdim=True)
+        inner = (known * product - square) / rest
+        length = (known**2 * prototypes.square().sum(-1) - 2 * known * product + square) / rest**2
+        if self.similarity == "cosine":
+            return inner * torch.rsqrt((square * length).clamp_min(1e-12))
+        return inner - (length + square) / 2
+
+    def _mixed(self, world: World, params: Tensors, cls: Tensor, batch: Batch) -> Prompts:
         query = self.queries(cls)
         temperature = params["sent.temperature"] if self.temperature == "auto" else self.temperature
         sent = (params["sent.prototypes"], params["sent.known"])
-        weights = self.class_weights(query, *sent, params["prior"], temperature)
+        counted = params.get("counted") if batch.training else None
+        own = None if counted is None else counted * F.one_hot(batch.labels, len(counted))
+        weights = self.class_weights(query, *sent, params["prior"], temperature, own)
         mixed = torch.einsum("bc,clnd->blnd", weights, params["class_prompts"])
-        return Prompts(vision=(VisionPrompt(mixed, self.class_blocks),), extra={"query": query, "weights": weights})
+        return Prompts(
+            vision=(VisionPrompt(mixed, self.blocks_of_classes(world)),), extra={"query": query, "weights": weights}
+        )
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         plain = super().logits(world, params, seen, batch, noise)
@@ -271,12 +319,17 @@ class PEPFedPT(WithHead):
         stays = torch.where(known, self.prototype_momentum, 0.0)[:, None]
         moved = stays * old + (1 - stays) * sums / counts.clamp_min(1)[:, None]
         prototypes = torch.where(present[:, None], moved.to(old.dtype), old)
-        own = {**server.own, "prototypes": prototypes, "known": (known | present).to(old.dtype)}
+        own = {**server.own, "prototypes": prototypes, "known": self._known(server.own["known"], counts)}
         if self.temperature == "auto":
             found = fitting_temperature(sums[present], counts[present], self.similarity)
             old_share = self.prototype_momentum if known.any() else 0.0
             own["temperature"] = old_share * own["temperature"] + (1 - old_share) * found.to(old)
         return replace(server, own=own)
+
+    def _known(self, before: Tensor, counts: Tensor) -> Tensor:
+        """How many images a prototype is the mean of. One that moves is no mean of certain images: 1."""
+        known = counts if self.query == "frozen_cls" else torch.maximum(before, (counts > 0).to(before))
+        return known.clamp_min(0).to(before.dtype)
 
     def pooled(self, uploads: Sequence[Upload], name: str) -> Tensor:
         """A statistic over all clients. The server uses only this sum, so a secure sum may replace it."""

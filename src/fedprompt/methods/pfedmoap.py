@@ -47,7 +47,7 @@ from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
-from fedprompt.methods.bases.with_text import precise, similarity
+from fedprompt.methods.bases.with_text import RATES, precise, similarity
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.modules import gates
 from fedprompt.modules.ann_index import library
@@ -65,6 +65,7 @@ SELECTION_SEED = "selection_seed"
 class PFedMoAP(PromptFL):
     """Contexts of the nearest clients as experts, mixed by a gate that never leaves its client."""
 
+    rates: ClassVar[Mapping[str, float | str]] = RATES
     search_space: ClassVar[SearchSpace] = {"method.local_weight": FloatRange(0.0, 1.0, log=False)}
 
     symbols: ClassVar[Mapping[str, str]] = {"lambda": "local_weight"}

@@ -5,9 +5,9 @@
     round    the head arrives; P_k is trained with the head fixed; then the head is trained with P_k fixed, and sent
 
 The paper's prompt is a frame of pixels around the image, and what is averaged is a whole network that is trained. Here the
-network is a frozen transformer, a method never sees pixels, and the prompt enters as tokens before the first block, which
-is the form that the paper compares itself with for transformers; of the network only the head is trained. So this keeps
-the paper's division and its order of training, and neither its place of the prompt nor its size of what travels.
+network is a frozen transformer, a method never sees pixels, and the prompt enters as tokens before the first block, as in
+visual prompt tuning; of the network only the head is trained. So this keeps the paper's division and its order of
+training, and neither its place of the prompt nor its size of what travels.
 
 The model is FedVPT's; only the roles are exchanged: there the prompt is shared and the head may be local. With
 `prompt_epochs: 0` the prompt stays at its common start.

@@ -7,14 +7,16 @@ Both towers are frozen and no prompt enters the image tower, so images are encod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from fedprompt.core.method import Batch, Prompts, Seen, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
-from fedprompt.methods.bases.with_text import WithText, similarity
+from fedprompt.methods.bases.with_text import AVERAGED_RATE, RATES, WithText, similarity
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
 
@@ -23,6 +25,8 @@ from fedprompt.tensors import Tensors
 @dataclass(frozen=True)
 class PromptFL(WithText):
     """A text context averaged over clients."""
+
+    rates: ClassVar[Mapping[str, float | str]] = {"context": AVERAGED_RATE, **RATES}
 
     def init(self, world: World, generator: Stream) -> Roles:
         return Roles(shared={"context": self.new_context(world, generator)})

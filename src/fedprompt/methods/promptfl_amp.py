@@ -46,7 +46,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -58,6 +58,7 @@ from fedprompt.core.method import Batch, Client, Combine, Progress, Seen, Server
 from fedprompt.core.pool import Pool
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
+from fedprompt.methods.bases.with_text import RATES
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.methods.variants.wrapper import squared_distance
 from fedprompt.modules.knn import Block
@@ -75,6 +76,8 @@ MOST_COMPARED = 256  # clients of a pool whose distances make the median
 @dataclass(frozen=True)
 class PromptFLAMP(PromptFL):
     """Local text contexts that attract each other, more strongly if they are closer."""
+
+    rates: ClassVar[Mapping[str, float | str]] = RATES
 
     lam: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Lambda, strength of the attraction."""

@@ -10,14 +10,16 @@ to the bit. It starts with the full learning rates and new momentum. A held-out 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from fedprompt.config import TrainConfig
 from fedprompt.core.method import Stage, World
 from fedprompt.core.registry import register
+from fedprompt.methods.bases.with_text import RATES
 from fedprompt.methods.promptfl import PromptFL
 
 
@@ -25,6 +27,8 @@ from fedprompt.methods.promptfl import PromptFL
 @dataclass(frozen=True)
 class PromptFLFineTuned(PromptFL):
     """An averaged text context, tuned by every client before a test."""
+
+    rates: ClassVar[Mapping[str, float | str]] = RATES
 
     finetune_epochs: Annotated[int, Field(ge=0)] | None = None
     """Epochs on a copy before a test; null for train.epochs."""

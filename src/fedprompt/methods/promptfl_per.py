@@ -9,8 +9,9 @@ and 0 is CoOp, to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -21,6 +22,7 @@ from fedprompt.core.method import Batch, Prompts, Stage, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
+from fedprompt.methods.bases.with_text import AVERAGED_RATE, RATES
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
@@ -32,6 +34,8 @@ SHARED, OWN = "shared.context", "own.context"
 @dataclass(frozen=True)
 class PromptFLPer(PromptFL):
     """A text context whose first half is averaged."""
+
+    rates: ClassVar[Mapping[str, float | str]] = {SHARED: AVERAGED_RATE, **RATES}
 
     shared_tokens: Annotated[int, Field(ge=0)] | None = None
     """First words of the context that are averaged; null for half."""

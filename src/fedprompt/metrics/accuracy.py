@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from fedprompt.metrics.calibration import calibration_error
+
+STAYING = ("hits", "confusion", "auroc", "sensitivity")  # figures that a site never sends
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,12 @@ class ClientResult:
     """Figures of `Method.diagnostics`, mean over samples."""
     hits: str | None = None
     """Which images are answered correctly, as `pack_hits` writes them. Never sent by a site."""
+    confusion: list[list[Any]] | None = None
+    """Of the last evaluation: domain, label, prediction and number of images, where there are any. Never sent by a site."""
+    auroc: float | None = None
+    """Likewise; None where no class can be told from another."""
+    sensitivity: float | None = None
+    """At the specificity `one_against_rest.SPECIFICITY`; likewise."""
 
     @property
     def accuracy(self) -> float:
@@ -47,9 +55,11 @@ class ClientResult:
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
-        if self.hits is None:
-            del values["hits"]
-        return values
+        return {name: value for name, value in values.items() if name not in STAYING or value is not None}
+
+    def to_send(self) -> ClientResult:
+        """Without what a site never sends."""
+        return replace(self, hits=None, confusion=None, auroc=None, sensitivity=None)
 
 
 def pack_hits(right: np.ndarray) -> str:
@@ -78,7 +88,20 @@ def is_result(values: Mapping[str, Any]) -> bool:
         and isinstance(groups[0], dict)
         and _are_numbers(groups[1])
         and isinstance(values.get("hits", ""), str)
+        and _is_confusion(values.get("confusion", []), samples)
+        and all(_is_number(values[name]) for name in ("auroc", "sensitivity") if name in values)
     )
+
+
+def _is_confusion(cells: Any, samples: int) -> bool:
+    """Whether cells are of images by domain, label and prediction, each image once."""
+    if not isinstance(cells, list) or not all(isinstance(cell, list) and len(cell) == 4 for cell in cells):
+        return False
+    kinds = all(
+        isinstance(domain, str) and all(type(number) is int and number >= 0 for number in numbers)
+        for domain, *numbers in cells
+    )
+    return kinds and (not cells or sum(cell[3] for cell in cells) == samples)
 
 
 def is_summary(values: Mapping[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+SPECIFICITY = 0.9  # at which run files have the sensitivity
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class Figures:
     """At the given specificity; NaN likewise."""
 
     @classmethod
-    def of(cls, labels: Array, probabilities: Array, specificity: float = 0.9) -> Figures:
+    def of(cls, labels: Array, probabilities: Array, specificity: float = SPECIFICITY) -> Figures:
         """Of labels (N,) and probabilities (N, C)."""
         classes = probabilities.shape[1]
         confusion = np.zeros((classes, classes), dtype=np.int64)

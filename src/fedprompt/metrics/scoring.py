@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from fedprompt.metrics.accuracy import ClientResult, pack_hits
 from fedprompt.metrics.calibration import BINS
+from fedprompt.metrics.one_against_rest import Figures
 
 
 def entropy(probabilities: Tensor) -> Tensor:
@@ -23,8 +26,12 @@ def score(
     domains: np.ndarray,
     domain_names: Sequence[str],
     diagnostics: Mapping[str, float] | None = None,
+    by_class: bool = False,
 ) -> ClientResult:
-    """Average V draws (V, B, C) in probability space and count. Mutual information = H(mean) - mean H."""
+    """Average V draws (V, B, C) in probability space and count. Mutual information = H(mean) - mean H.
+
+    With `by_class` also count by label and prediction, and rank the images of every class against the rest.
+    """
     draws = draws.detach().to("cpu", torch.float64)
     labels = labels.cpu()
     probabilities = draws.mean(0)
@@ -36,6 +43,8 @@ def score(
     bins.index_add_(0, index, torch.stack([torch.ones_like(confidence), confidence, right.double()], -1))
     chosen = probabilities.gather(-1, labels[:, None]).clamp_min(torch.finfo(torch.float64).tiny)
     hits = right.numpy()
+    figures = Figures.of(labels.numpy(), probabilities.numpy()) if by_class else None
+    cells = Counter(zip(domains.tolist(), labels.tolist(), predicted.tolist(), strict=True)) if by_class else None
     return ClientResult(
         samples=len(labels),
         correct=int(right.sum()),
@@ -49,4 +58,9 @@ def score(
         },
         diagnostics=dict(diagnostics or {}),
         hits=pack_hits(hits),
+        confusion=None
+        if cells is None
+        else [[domain_names[domain], label, guess, count] for (domain, label, guess), count in sorted(cells.items())],
+        auroc=None if figures is None or math.isnan(figures.auroc) else figures.auroc,
+        sensitivity=None if figures is None or math.isnan(figures.sensitivity) else figures.sensitivity,
     )

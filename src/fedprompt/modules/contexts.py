@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,8 +46,12 @@ class Language:
     encode_names: Callable[[], Tensor] = lambda: torch.empty(0)
     """Unit vectors (C, D) of the bare class names, without a context and without the full stop."""
     bias: float = 0.0
-    encode_unstored: Callable[[Tensor, Position], Tensor] | None = None
-    """As `encode`, for contexts that never come again; `None` where nothing is stored anyway."""
+    encode_unstored: Callable[[Tensor, Position, Mapping[str, Tensor]], Tensor] | None = None
+    """As `encode`, for contexts that never come again, by a tower with such changes of its weights; `None` where there are
+    no names to encode.
+    """
+    depth: int = 0
+    """Blocks of the text tower."""
 
     def encode_words(self, words: str) -> Tensor:
         """Unit vectors (C, D) of all classes behind some plain words, such as "a photo of a"."""

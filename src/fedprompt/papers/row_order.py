@@ -83,8 +83,8 @@ def over_seeds(first: Cell, second: Cell) -> Pair | None:
         row=first.row,
         against=second.row,
         difference=sum(differences) / len(differences),
-        low=interval and interval.low,
-        high=interval and interval.high,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
         drawn="seeds",
         seeds=len(differences),
     )

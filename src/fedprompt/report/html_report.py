@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedprompt.assets import image_credit
 from fedprompt.errors import RunError, broken
@@ -41,9 +41,17 @@ class Written:
     latex: Path | None = None
 
 
-def write_report(runs: Sequence[Run], directory: Path, figures: bool = False, against: str | None = None) -> Written:
+def write_report(
+    runs: Sequence[Run],
+    directory: Path,
+    figures: bool = False,
+    against: str | None = None,
+    specificity: float | None = None,
+    **options: Any,
+) -> Written:
     """Write `report.html` and `report.png` (the overview for a README); with `figures`, everything a paper needs as
-    well; with `against`, paired differences from that row.
+    well; with `against`, paired differences from that row; with a specificity, AUROC, sensitivity at it and others,
+    from test images and weights that `options` lead to as in `TrainedClient.open`.
     """
     from fedprompt.report import plots
     from fedprompt.report.sections import all_parts
@@ -52,6 +60,10 @@ def write_report(runs: Sequence[Run], directory: Path, figures: bool = False, ag
         raise RunError(broken("report", "be given at least one run", []))
     arranged = method_grid.arrange(runs)
     parts = all_parts(runs, arranged)
+    if specificity is not None:
+        from fedprompt.report.metrics_table import metrics_part
+
+        parts.insert(0, metrics_part(arranged, specificity, **options))
     html, overview = directory / "report.html", directory / "report.png"
     # read everything first: a damaged run must not leave half a report
     content = rendered(runs, arranged, parts, against).encode()
@@ -203,13 +215,14 @@ def part_section(part: Part, number: int) -> str:
     titles = [
         html_elements.section(table.name, markup, level=3) for table, markup in zip(part.tables, numbers, strict=True)
     ]
+    tables = "\n".join(titles if len(numbers) > 1 else numbers)
     return html_elements.section(
         part.title,
         *map(html_elements.paragraph, part.texts),
         html_elements.pictures(opened) if opened else "",
         html_elements.folded(f"{len(more)} more pictures", html_elements.pictures(more), "screen") if more else "",
-        html_elements.folded("Numbers", "\n".join(titles if len(numbers) > 1 else numbers)) if numbers else "",
-        half=len(opened) < 2 and not any(table.kind for table in part.tables),
+        html_elements.folded("Numbers", tables) if numbers and not part.unfolded else tables,
+        half=len(opened) < 2 and not part.unfolded and not any(table.kind for table in part.tables),
     )
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from fedprompt.report import cost_plots, events, heatmaps, plots, rank_diagram
+from fedprompt.report import class_tables, cost_plots, events, heatmaps, plots, rank_diagram
 from fedprompt.report.comparison_table import NOTHING, Cell, percent, spread
 from fedprompt.report.html_elements import slug
 from fedprompt.report.method_grid import Arrangement, Column
+from fedprompt.runs.class_figures import class_figures
 from fedprompt.runs.families import Family
 from fedprompt.runs.run import Run
 
@@ -52,6 +53,8 @@ class Part:
     more: list[Picture] = field(default_factory=list)
     """Folded on the page."""
     tables: list[Table] = field(default_factory=list)
+    unfolded: bool = False
+    """Its tables are what it is about, not the numbers of a picture."""
 
 
 def all_parts(runs: Sequence[Run], arranged: Arrangement) -> list[Part]:
@@ -62,6 +65,7 @@ def all_parts(runs: Sequence[Run], arranged: Arrangement) -> list[Part]:
         fairness(arranged),
         clients_by_round(arranged),
         domains(arranged),
+        by_class(runs),
         calibration(arranged),
         communication(arranged),
         time_by_phase(arranged),
@@ -128,6 +132,26 @@ def _domain_table(column: Column) -> Table:
         values = [spread(each.get(name) for each in found) for name in names]
         rows.append([Cell(family.title), *(Cell(NOTHING if value is None else percent(value)) for value in values)])
     return Table(_named("Accuracy by domain, per cent", column), ["Method", *names], rows)
+
+
+def by_class(runs: Sequence[Run]) -> Part:
+    """Figures of the last test beside accuracy, and one confusion matrix for each method."""
+    numbers = class_tables.rows(runs)
+    if not numbers:
+        return Part("Figures by class")
+    shown, seen = [], set[str]()
+    for run in runs:
+        found = class_figures(run)
+        if found and run.config.label not in seen:
+            seen.add(run.config.label)
+            caption = f"{run.name}: test images of each class by prediction, all clients together."
+            shown.append(Picture(f"confusion-{slug(run.name)}", caption, class_tables.confusion_picture(run, found[0])))
+    text = (
+        "Balanced accuracy is the mean share of right answers over classes, AUROC the mean over classes of how well a class is told "
+        "from the rest. A dash: AUROC and sensitivity are known client by client; `Run.metrics` has those of all images."
+    )
+    table = Table("Figures by class, per cent", class_tables.HEAD, numbers)
+    return _part("Figures by class", shown[:2], shown[2:], [text], [table])
 
 
 def time_by_phase(arranged: Arrangement) -> Part:
@@ -232,9 +256,10 @@ def refused_updates(runs: Sequence[Run]) -> Part:
             ]
             rows.append([Cell(cell) for cell in cells])
     if not rows:
-        return Part("Rejected updates", absent)
+        return Part("Absent clients", absent)
     head = ["Run", "Rule", "Updates", "Rounds", "Clients", "Found at first"]
-    return _part("Rejected updates", shown, texts=absent, tables=[Table("Rejected updates", head, rows, "text")])
+    title = "Rejected updates and absent clients" if absent else "Rejected updates"
+    return _part(title, shown, texts=absent, tables=[Table("Rejected updates", head, rows, "text")])
 
 
 def privacy_budget(arranged: Arrangement) -> Part:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedprompt.report.plot_style import colour, marker, new_figure, plot_style
 
@@ -42,7 +43,7 @@ def by_draws(accuracies: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
                 draws, table.mean(0), spread, color=colour(number), marker=marker(number), label=label, capsize=2
             )
         axes.set(title="Accuracy by draws in a prediction", xlabel="Draws V", ylabel="Accuracy (%)")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _legend(figure, axes)
     return figure
 

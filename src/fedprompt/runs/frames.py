@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedprompt.errors import ConfigError
+from fedprompt.runs.attendance import ABSENT
+from fedprompt.runs.store import REFUSED
 
 if TYPE_CHECKING:
     import pandas
@@ -46,8 +48,14 @@ def frames(run: Run) -> Frames:
         if record.summary is not None
         for client, result in sorted(run.evaluations(record.round).items())
     ]
+    rules = (str(detail.get("rule")) for detail in run.reader.details(REFUSED))
     events = [
-        {"round": round, "client": None if client is None else names[client], "kind": kind, "detail": detail}
+        {
+            "round": round,
+            "client": None if client is None else names[client],
+            "kind": "absent" if kind == REFUSED and next(rules) in ABSENT else kind,
+            "detail": detail,
+        }
         for round, client, kind, detail in run.reader.events()
     ]
     return Frames(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,17 @@ def test_scales_that_are_no_overlays_are_refused(tmp_path: Path, text: str) -> N
 def test_a_bad_value_inside_a_scale_is_told_by_its_field(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.epochs must be greater than or equal to 1, got 0"):
         scaled(tmp_path, "scale=s", text="scales: {s: {train: {epochs: 0}}}")
+
+
+def test_long_lists_in_a_sweep_do_not_make_names_that_no_folder_can_have(tmp_path: Path) -> None:
+    lists = [[f"some class {letter}{number}" for number in range(40)] for letter in "ab"]
+    path = tmp_path / "long.yaml"
+    path.write_text(json.dumps({"sweep": {"data.classes": [*lists, ["cat"]], "train.epochs": [1, 2]}}))
+    names = [config.run_name for config in config_files.load(path)]
+    assert len(set(names)) == 6
+    assert max(map(len, names)) < 200
+    assert any("classes__cat__" in name for name in names), "what is short is written out"
+    assert names == [config.run_name for config in config_files.load(path)]
 
 
 def test_the_same_run_twice_in_a_sweep_is_refused(tmp_path: Path) -> None:

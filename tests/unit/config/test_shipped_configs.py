@@ -53,3 +53,11 @@ def test_other_paths_are_no_names(path: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="config: cannot read"):
         config_files.read(path)
+
+
+def test_a_misspelt_config_is_answered_with_a_file_beside_it_or_a_shipped_one(tmp_path: Path) -> None:
+    (tmp_path / "photos.yaml").write_text("method: fedvpt\n")
+    with pytest.raises(ConfigError, match=r"No such file or directory; did you mean '.*photos\.yaml'"):
+        config_files.read(tmp_path / "photo.yaml")
+    with pytest.raises(ConfigError, match=r"did you mean 'configs/demo\.yaml'"):
+        config_files.read("configs/dmeo.yaml")

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedprompt.config import parse
+from fedprompt.config import Config, parse
 from fedprompt.data.partition.divide import make_manifest
 from fedprompt.data.partition.export_clients import export_clients
 from fedprompt.data.partition.index_lists import IndexLists
 from fedprompt.data.partition.manifest import Manifest
+from fedprompt.data.partition.split import grouped
 from fedprompt.data.partition.validation import with_validation
 from fedprompt.data.sources.open import open_source
 from fedprompt.errors import ConfigError, DataError
@@ -151,7 +152,7 @@ def test_the_groups_of_a_parquet_file_are_kept_together(tmp_path: Path, names: b
     rows = 96
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8)).save(buffer, "PNG")
-    groups = [10**12 + row % 12 for row in range(rows)]  # eight images each, of all four classes
+    groups = [10**12 + row % 12 + (row >= 84) * 12 for row in range(rows)]  # of all four classes
     columns = {
         "image": [buffer.getvalue()] * rows,
         "label": [row // 12 % 4 for row in range(rows)],
@@ -172,7 +173,7 @@ def test_the_groups_of_a_parquet_file_are_kept_together(tmp_path: Path, names: b
     assert not sides[0] & sides[1]
     assert sides[1]
     assert source.groups is not None
-    assert len(set(source.groups.tolist())) == 12
+    assert len(set(source.groups.tolist())) == 24
 
 
 def test_groups_of_two_kinds_or_without_a_name_are_refused(tmp_path: Path) -> None:
@@ -284,3 +285,74 @@ def test_a_method_never_sees_a_validation_image_in_training(settings: Callable[.
         kept = {int(i) for client in range(4) for i in bank.images(client, "validation").indices}
         assert not trained & kept
         assert kept
+
+
+def grouped_set(tmp_path: Path, groups: list[int], labels: list[int]) -> Config:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    table = {"image": [buffer.getvalue()] * len(labels), "label": labels, "group": groups}
+    pq.write_table(pa.table(table), tmp_path / "set.parquet")
+    return parse({"data": {"source": str(tmp_path / "set.parquet"), "validation": 0.25, "test_fraction": 0.3},
+                  "partition": {"scheme": "iid", "clients": 2}})  # fmt: skip
+
+
+@given(st.integers(2, 40), st.integers(1, 8), st.integers(0, 10**6))
+def test_a_split_of_ours_tears_no_group(count: int, size: int, seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(count), draws.integers(1, size + 1, count))
+    labels, domains = draws.integers(0, 3, len(groups)), draws.integers(0, 2, len(groups))
+    train, test = grouped(labels, domains, groups, 0.25, seed)
+    assert sorted([*train, *test]) == list(range(len(groups)))
+    assert not set(groups[train]) & set(groups[test])
+    assert set(labels[train]) == set(labels), "every class keeps a training image"
+    again = grouped(labels, domains, groups, 0.25, seed)
+    assert all((a == b).all() for a, b in zip((train, test), again, strict=True))
+
+
+def test_groups_of_one_image_are_split_as_images_are() -> None:
+    labels = np.repeat(np.arange(4), 50)
+    _, test = grouped(labels, np.zeros_like(labels), np.arange(200), 0.2, 0)
+    assert np.bincount(labels[test]).tolist() == [10] * 4
+
+
+def test_patients_are_in_one_part_and_stay_together_in_the_files_of_sites(tmp_path: Path) -> None:
+    groups = [row // 6 for row in range(240)]
+    config = grouped_set(tmp_path, groups, [row % 3 for row in range(240)])
+    source = open_source(config.data, tmp_path)
+    manifest = make_manifest(source, config.data, config.partition, 0)
+    held = manifest.clients
+    assert held.validation is not None
+    sides = [{groups[image] for image in part.values.tolist()} for part in (held.train, held.validation, held.test)]
+    assert all(sides)
+    assert not sides[0] & sides[1]
+    assert not sides[0] & sides[2]
+    assert not sides[1] & sides[2]
+    assert 0.25 <= len(held.test.values) / 240 <= 0.35
+    plain = config.data.model_copy(update={"validation": None})
+    files = export_clients(source, make_manifest(source, plain, config.partition, 0), tmp_path / "sites")
+    stored = [pq.read_table(file).to_pydict() for file in files]
+    assert all(set(each["group"]) <= set(groups) for each in stored)
+    for each in stored:
+        parts = {
+            part: {g for g, s in zip(each["group"], each["split"], strict=True) if s == part}
+            for part in ("train", "test")
+        }
+        assert not parts["train"] & parts["test"]
+
+
+def test_a_manifest_that_tears_a_group_is_refused(tmp_path: Path) -> None:
+    config = grouped_set(tmp_path, [row // 6 for row in range(60)], [row % 3 for row in range(60)])
+    source = open_source(config.data, tmp_path)
+    manifest = make_manifest(source, config.data, config.partition, 0)
+    manifest.save(tmp_path / "whole.json")
+    manifest.clients.train.values[0], manifest.clients.test.values[0] = (
+        manifest.clients.test.values[0], manifest.clients.train.values[0])  # fmt: skip
+    manifest.save(tmp_path / "torn.json")
+
+    def by_hand(path: Path) -> None:
+        partition = config.partition.model_copy(update={"scheme": "manifest", "manifest": str(path)})
+        make_manifest(source, config.data, partition, 0)
+
+    by_hand(tmp_path / "whole.json")
+    with pytest.raises(DataError, match=r"partition\.manifest must have all images of a group .* in one part"):
+        by_hand(tmp_path / "torn.json")

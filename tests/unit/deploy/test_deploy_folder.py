@@ -91,11 +91,11 @@ def test_a_unit_starts_what_there_is(file: Path) -> None:
 
 def test_the_image_has_no_root_no_keys_and_a_health_check() -> None:
     text = (ROOT / "container" / "Dockerfile").read_text()
-    last = text.split("\nFROM ")[-1]
-    assert re.search(r"^USER 10001:10001$", last, re.MULTILINE)
-    assert "HEALTHCHECK" in last
-    assert re.search(r"^ARG DEVICE=cpu$", text, re.MULTILINE)
-    assert {"cpu", "cuda"} <= set(re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE))
+    stages = dict(re.findall(r"^FROM \S+ AS (\w+)\n((?:(?!FROM ).*\n)*)", text, re.MULTILINE))
+    assert list(stages) == ["build", "runtime", "cuda", "cpu"], "the last one is built where none is named"
+    assert re.search(r"^USER 10001:10001$", stages["runtime"], re.MULTILINE)
+    assert "HEALTHCHECK" in stages["runtime"]
+    assert "USER" not in stages["cuda"] + stages["cpu"]
     ignored = (ROOT / "container" / "Dockerfile.dockerignore").read_text().splitlines()
     assert "*" in ignored, "everything is left out but what is named"
     copied = {word for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE) for word in line.split()[:-1]}

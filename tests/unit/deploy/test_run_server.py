@@ -47,7 +47,7 @@ def serving(folder: ServerFolder, insecure: bool = False) -> Iterator[subprocess
     process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         deadline = time.monotonic() + 60
-        while "\nready at" not in (said := Path(log.name).read_text()):
+        while " INFO ready at" not in (said := Path(log.name).read_text()):
             assert process.poll() is None, said
             assert time.monotonic() < deadline, said
             time.sleep(0.1)

@@ -111,7 +111,7 @@ def test_a_node_is_brisk_after_a_message_and_patient_otherwise(slept: list[float
 
 
 def test_a_server_that_is_away_is_waited_for(slept: list[float], heard: list[bool]) -> None:
-    server = until_empty(Server(pull=[httpx.ConnectError("no"), status(503), order(b"a")], push=[status(502), 1]))
+    server = until_empty(Server(pull=[httpx.ConnectError("no"), status(500), order(b"a")], push=[status(502), 1]))
     loop(server, lambda blob: blob, heard)
     assert server.pushed == [(b"a", 1)]
     assert heard[:2] == [False, False]
@@ -131,6 +131,15 @@ def test_a_message_that_flower_lost_does_not_end_the_node(
     loop(server, lambda blob: blob, heard)
     assert server.pushed == [(b"b", 1)]
     assert "message lost: ValueError: object x is gone" in capsys.readouterr().err
+
+
+def test_a_request_that_is_refused_does_not_end_the_node(
+    slept: list[float], heard: list[bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = until_empty(Server(pull=[order(b"a"), status(400), order(b"b")], push=[status(404), 2]))
+    loop(server, lambda blob: blob, heard)
+    assert server.pushed == [(b"b", 2)]
+    assert capsys.readouterr().err.count("message lost: HTTPStatusError") == 2
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,8 @@ def test_a_node_that_is_never_let_in_is_told_why(slept: list[float], heard: list
         supernode._activated(Server(activate=[NOT_ADMITTED] * 2), heard.append, -1.0)  # type: ignore[arg-type]
 
 
-def test_other_refusals_are_passed_on_at_once(slept: list[float], heard: list[bool]) -> None:
+@pytest.mark.parametrize("number", [400, 403])
+def test_other_refusals_are_passed_on_at_once(number: int, slept: list[float], heard: list[bool]) -> None:
     with pytest.raises(RunError, match="no connection to the server"):
-        supernode._activated(Server(activate=[status(400, 1), 7]), heard.append)  # type: ignore[arg-type]
+        supernode._activated(Server(activate=[status(number, 1), 7]), heard.append)  # type: ignore[arg-type]
     assert slept == []

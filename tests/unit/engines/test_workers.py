@@ -142,7 +142,7 @@ class Loopback:
 def crew(monkeypatch: pytest.MonkeyPatch) -> Loopback:
     """The crew of every experiment that asks for workers."""
     crew = Loopback()
-    monkeypatch.setattr(kinds, "WorkerPool", lambda size: nullcontext(crew))
+    monkeypatch.setattr(kinds, "WorkerPool", lambda size, devices: nullcontext(crew))
     return crew
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -258,3 +259,49 @@ def test_the_file_store_of_mlflow_has_the_values_of_the_run_file(
     for tag, values in expected(done).items():
         assert {each.step: each.value for each in client.get_metric_history(number, tag)} == values
     assert [each.path for each in client.list_artifacts(number)] == ["report.html"]
+
+
+def records_of(content: bytes) -> Iterator[bytes]:
+    """The records of a file of Weights & Biases: a log of LevelDB behind seven bytes, in blocks of 32 KiB."""
+    block, place, parts = 2**15, 7, []
+    while place + 7 <= len(content):
+        if block - place % block < 7:
+            place += block - place % block
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        parts.append(content[place + 7 : place + 7 + length])
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield b"".join(parts)
+            parts = []
+
+
+def test_an_offline_file_of_weights_and_biases_has_the_values_of_the_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    done = run(settings(tmp_path, "wandb"))
+    (path,) = (done.directory / "trackers").rglob("run-*.wandb")
+    wanted, found, end = expected(done), {}, time.monotonic() + 30
+    while not wanted.items() <= found.items() and time.monotonic() < end:  # a process of its own writes the file
+        time.sleep(0.2)
+        found = logged(messages, path.read_bytes())
+    assert {tag: found.get(tag) for tag in wanted} == wanted
+
+
+def logged(messages: Any, content: bytes) -> dict[str, dict[int, float]]:
+    """The scalars of an offline file, by tag and step."""
+    found: dict[str, dict[int, float]] = {}
+    for message in records_of(content):
+        record = messages.Record.FromString(message)
+        if record.WhichOneof("record_type") == "history":
+            values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            step = int(values.pop("_step", record.history.step.num))
+            for tag, value in values.items():
+                if not tag.startswith("_"):
+                    found.setdefault(tag, {})[step] = json.loads(value)
+    return found

@@ -81,6 +81,48 @@ def test_the_weights_of_two_classes_are_those_of_bayes_rule() -> None:
     assert sharp.item() == pytest.approx(7.389056099 / (7.389056099 + 3))
 
 
+@pytest.mark.parametrize("similarity", ["cosine", "neg_sq_dist"])
+def test_a_training_image_does_not_count_in_the_prototype_of_its_class(similarity: Any) -> None:
+    """As if the means had been made without it; a class of one image, and classes of others, keep theirs."""
+    method, labels = PEPFedPT(similarity=similarity), torch.tensor([0, 0, 0, 1, 1, 2])
+    queries = F.normalize(random(6, WIDTH), dim=-1)
+    counts = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    means = torch.stack([queries[labels == number].mean(0) for number in range(3)] + [torch.zeros(WIDTH)])
+    found = method.class_weights(queries, means, counts, UNIFORM, 0.1, F.one_hot(labels, CLASSES))
+    for place, label in enumerate(labels.tolist()):
+        rest = means.clone()
+        others = (labels == label) & (torch.arange(6) != place)
+        if others.any():
+            rest[label] = queries[others].mean(0)
+        expected = method.class_weights(queries[place : place + 1], rest, counts, UNIFORM, 0.1)[0]
+        torch.testing.assert_close(found[place], expected, atol=1e-6, rtol=1e-5)
+    plain = method.class_weights(queries, means, counts, UNIFORM, 0.1)
+    right = torch.arange(5)
+    assert (found[right, labels[:5]] < plain[right, labels[:5]]).all(), "with itself an image looks nearer than it is"
+
+
+def test_only_images_that_were_counted_are_left_out(settings: Any) -> None:
+    """In training, images of classes that a client has sent; never in a test, nor for clients whose images came later."""
+    runtime, world, method = runtime_of(settings(method={"name": "pep_fedpt", "minimum_count": 3}))
+    client = runtime._client(0, 1)
+    counts = torch.arange(world.classes)
+    few = replace(client, class_counts=counts)
+    received = method.download(world, Server(world.roles.shared, world.roles.server), 0)
+    local = method.enrol(world, few)
+    assert torch.equal(method.begin(world, few, received, local)["counted"], (counts >= 3).float())
+    later = replace(world, newcomers=(0,))
+    assert not method.begin(later, few, received, local)["counted"].any()
+    moving = replace(method, query="inline")
+    assert not moving.begin(world, few, received, local)["counted"].any()
+    params = {**parameters(PEPFedPT(), UNIFORM, torch.full((CLASSES,), 3.0)), "counted": torch.ones(CLASSES)}
+    batch = Batch(torch.tensor([0, 1]), {"cls": random(2, WIDTH)}, training=True)
+    small = make_world(PEPFedPT())
+    training, testing = (
+        PEPFedPT().prompts(small, params, each, {}).extra["weights"] for each in (batch, replace(batch, training=False))
+    )
+    assert not torch.allclose(training, testing)
+
+
 def test_a_squared_distance_is_halved() -> None:
     """|z - mu_0|^2 = 0 and |z - mu_1|^2 = 4 at tau 1: odds e^2."""
     method = PEPFedPT(similarity="neg_sq_dist")
@@ -320,7 +362,7 @@ def test_pooled_prototypes_are_the_class_means_of_all_images_for_any_partition(o
     unit = features / features.norm(dim=-1, keepdim=True)
     means = torch.stack([unit[labels == c].mean(0) for c in range(3)])
     torch.testing.assert_close(after.own["prototypes"][:3], means, atol=1e-6, rtol=1e-5)
-    assert torch.equal(after.own["known"], torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    assert torch.equal(after.own["known"], torch.tensor([10.0, 10.0, 10.0, 0.0]))
     assert (after.own["prototypes"][3] == 0).all()
 
 
@@ -418,9 +460,9 @@ def test_what_is_communicated_at_the_size_of_cifar_100_on_vit_b_16() -> None:
     roles = method.init(world, seeded())
     sizes = {name: tensor.numel() for name, tensor in roles.shared.items()}
     assert sizes["shared_prompt"] == 7_680
-    assert sizes["class_prompts"] == 76_800
+    assert sizes["class_prompts"] == 3 * 76_800
     assert sizes["head.weight"] + sizes["head.bias"] == 76_900
-    assert sum(sizes.values()) == 7_680 + 76_800 + 76_900
+    assert sum(sizes.values()) == 7_680 + 3 * 76_800 + 76_900
     assert roles.statistics("round") == {}
     start = roles.statistics("start")
     assert {name: torch.Size(statistic.shape).numel() for name, statistic in start.items()} == {
@@ -520,6 +562,14 @@ def test_shared_prompts_may_start_at_zero_and_so_may_class_prompts() -> None:
     assert not roles.shared["class_prompts"].any()
 
 
+@pytest.mark.parametrize(("blocks", "expected"), [(12, (9, 10, 11)), (3, (2,)), (1, (0,))])
+def test_class_prompts_enter_before_the_last_quarter_of_the_blocks(blocks: int, expected: tuple[int, ...]) -> None:
+    world = World(WIDTH, blocks, 5, 4, ("a", "b"), ("one",))
+    assert PEPFedPT().blocks_of_classes(world) == expected
+    assert PEPFedPT().init(world, seeded()).shared["class_prompts"].shape == (2, len(expected), 1, WIDTH)
+    assert PEPFedPT(class_blocks=(0,)).blocks_of_classes(world) == (0,)
+
+
 @pytest.mark.parametrize(
     ("blocks", "query", "message"),
     [
@@ -598,7 +648,7 @@ class NaivePEP:
         self, image: Tensor, params: Tensors, prior: Tensor, prototypes: dict[int, Tensor], query: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The final CLS row of one image, and its query."""
-        blocks = list(self.method.class_blocks)
+        blocks = list(self.method.class_blocks or ())
         hidden = self.naive.vit.embeddings(image[None])
         hidden = torch.cat([hidden[:, :1], params["shared_prompt"], hidden[:, 1:]], dim=1)
         for number, layer in enumerate(self.naive.layers()):
@@ -646,7 +696,7 @@ def class_means(parts: list[dict[int, tuple[Tensor, int]]]) -> dict[int, Tensor]
 @pytest.mark.parametrize(
     "chosen",
     [
-        {"query": "frozen_cls"},
+        {"query": "frozen_cls", "class_blocks": [1]},
         {"query": "inline", "class_prompt_weighting": "class_counts", "class_blocks": [1, 2], "class_tokens": 2},
     ],
     ids=["frozen", "inline"],
@@ -676,6 +726,18 @@ def test_two_rounds_equal_the_naive_implementation(vit_settings: Any, naive: Nai
     everybody = range(world.clients)
     fixed = {client: queries(client, params) for client in everybody}
     prototypes = class_means([sums_by_class(fixed[client], data[client][1]) for client in everybody])
+
+    def without(client: int, position: int) -> dict[int, Tensor]:
+        """The prototypes as they would be if this image were not there."""
+        label = int(data[client][1][position])
+        others = [
+            fixed[k][p]
+            for k in everybody
+            for p in range(len(fixed[k]))
+            if data[k][1][p] == label and (k, p) != (client, position)
+        ]
+        return {**prototypes, label: torch.stack(others).mean(0)}
+
     for round in (1, 2):
         cohort = sample_cohort(0, round, everybody, 0.5)
         trained, parts = {}, []
@@ -688,7 +750,11 @@ def test_two_rounds_equal_the_naive_implementation(vit_settings: Any, naive: Nai
                     [
                         own["head.weight"]
                         @ reference.cls(
-                            images[p], own, priors[client], prototypes, None if inline else fixed[client][p]
+                            images[p],
+                            own,
+                            priors[client],
+                            prototypes if inline else without(client, p),
+                            None if inline else fixed[client][p],
                         )[0]
                         + own["head.bias"]
                         for p in positions.tolist()
@@ -776,7 +842,9 @@ def test_an_inline_query_is_the_row_that_enters_the_class_block_and_passes_no_gr
     entering: list[Tensor] = []
     shared = method.prompts(world, params, Batch(images.labels[positions]), {}).vision
     runtime.bank.images(0, "train").backbone.run(
-        images.tokens(positions), shared, pause=(1, lambda cls: entering.append(cls) or ())
+        images.tokens(positions),
+        shared,
+        pause=(method.blocks_of_classes(world)[0], lambda cls: entering.append(cls) or ()),
     )
     torch.testing.assert_close(
         seen.extra["query"], entering[0] / entering[0].norm(dim=-1, keepdim=True), atol=1e-6, rtol=1e-5

@@ -60,17 +60,33 @@ def test_a_number_of_tokens_asks_for_a_random_start_and_words_come_before_it(set
     assert torch.equal(world.roles.shared["context"], world.text.words("cat"))
 
 
-@pytest.mark.parametrize("name", ["coop", "fedotp", "fedpgp", "pfeddc", "pfedmoap"])
-def test_recommended_rates_of_contexts_follow_the_size_of_the_words(settings: Any, name: str) -> None:
+def context_rates(settings: Any, name: str) -> dict[str, float]:
+    """The recommended rates of contexts, as shares of the size that their words have."""
     made = experiment(on_clip(settings, name, method={"name": name}, train={"lr": "auto", "momentum": "auto"}))
     train, world = made.config.train, made.factory.prepare().world
     assert (train.optimizer, train.schedule) == ("adam", "cosine")
     contexts = {each: start for each, start in world.roles.initial.items() if each.endswith(("context", "_text"))}
     contexts.pop("last_context", None)  # is not trained
-    assert contexts
-    for each, start in contexts.items():
-        rate = learning_rate(train, each, world.roles.initial)
-        assert rate == pytest.approx(0.8 * float(start.double().square().mean().sqrt()))
+    size = {each: float(start.double().square().mean().sqrt()) for each, start in contexts.items()}
+    return {each: learning_rate(train, each, world.roles.initial) / size[each] for each in contexts}
+
+
+@pytest.mark.parametrize("name", ["coop", "fedotp", "fedpgp", "pfeddc", "pfedmoap", "promptfl_amp", "promptfl_ft"])
+def test_recommended_rates_of_contexts_follow_the_size_of_the_words(settings: Any, name: str) -> None:
+    rates = context_rates(settings, name)
+    assert rates
+    assert rates == pytest.approx(dict.fromkeys(rates, 0.8))
+
+
+@pytest.mark.parametrize("name", ["promptfl", "promptfl_prox", "pfedprompt"])
+def test_a_context_that_everyone_shares_takes_longer_steps_since_averaging_shortens_them(
+    settings: Any, name: str
+) -> None:
+    assert context_rates(settings, name) == pytest.approx({"context": 2.4})
+
+
+def test_only_the_averaged_words_of_a_split_context_take_longer_steps(settings: Any) -> None:
+    assert context_rates(settings, "promptfl_per") == pytest.approx({"shared.context": 2.4, "own.context": 0.8})
 
 
 @pytest.mark.parametrize(

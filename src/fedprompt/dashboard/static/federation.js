@@ -19,7 +19,7 @@ export function federation() {
   const heads = ["Site", "Status", "Last seen", "Last round", "Missed", "Late", "Refused"];
   const sites = h(
     "table",
-    { class: "runs sites" },
+    { class: "sites" },
     h("caption", { class: "unseen" }, "Sites"),
     h("thead", {}, h("tr", {}, heads.map((title) => h("th", { scope: "col" }, title)))),
     rows,
@@ -28,7 +28,7 @@ export function federation() {
   const none = h("p", { class: "note" }, "Nothing was refused and nobody was missing.");
   const node = h(
     "div",
-    {},
+    { class: "federation" },
     h("h1", {}, "Federation"),
     about,
     problem,
@@ -67,7 +67,7 @@ export function federation() {
           {},
           h("th", { scope: "row" }, site.name),
           cell("Status", h("span", { class: "badge", "data-site": site.status }, sign, h("span", {}, WORDS[site.status] ?? site.status))),
-          cell("Last seen", h("span", { "data-since": seconds(site.since) ?? "", "data-online": site.status === "online" })),
+          cell("Last seen", h("span", { "data-since": site.status === "registered" ? "" : seconds(site.since) ?? "", "data-online": site.status === "online" })),
           cell("Last round", site.last_round === null ? NONE : String(site.last_round)),
           cell("Missed", String(site.missed)),
           cell("Late", String(site.late)),
@@ -81,7 +81,7 @@ export function federation() {
     none.hidden = told.incidents.length > 0;
     events.replaceChildren(
       ...told.incidents.map((each) =>
-        h("li", {}, h("span", { class: "when" }, `Round ${each.round}`), h("strong", {}, each.site), h("span", {}, `${each.kind} (${each.rule})`), h("span", { class: "reason" }, each.text)),
+        h("li", {}, h("span", { class: "when" }, `Round ${each.round}`), h("strong", {}, each.site), h("span", {}, each.rule === each.kind ? each.kind : `${each.kind} (${each.rule})`), h("span", { class: "reason" }, each.text)),
       ),
     );
   });

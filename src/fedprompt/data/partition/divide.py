@@ -27,7 +27,7 @@ from fedprompt.data.partition.schemes import (
     by_label_subsets,
     evenly,
 )
-from fedprompt.data.partition.split import long_tail, train_and_test
+from fedprompt.data.partition.split import check_groups, long_tail, train_and_test
 from fedprompt.data.partition.validation import with_validation
 from fedprompt.data.sources.base import Source
 from fedprompt.errors import ConfigError, ContractError, DataError, broken, did_you_mean, same_name
@@ -57,6 +57,7 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
             raise ConfigError(broken("partition.manifest", "name a JSON file for scheme 'manifest'", None))
         manifest = Manifest.load(partition.manifest)
         manifest.check(source)
+        check_groups(source, "partition.manifest", [lists.values for lists in manifest.clients.parts.values()])
         if data.validation is None or manifest.clients.validation is not None:
             return manifest
         held = manifest.clients

@@ -43,6 +43,8 @@ def export_clients(source: Source, manifest: Manifest, directory: Path) -> list[
     names = {"classes": list(manifest.class_names), "domains": list(manifest.domain_names)}
     item = {"text": pa.string()} if source.holds == "sentences" else {"image": pa.binary()}
     columns = {**item, "label": pa.int64(), "domain": pa.int64(), "split": pa.string()}
+    if source.groups is not None:
+        columns["group"] = pa.int64()
     schema = pa.schema(list(columns.items()), metadata={"fedprompt": json.dumps(names)})
     _claim(directory)
     for client, path in zip(manifest.clients, paths, strict=True):
@@ -80,11 +82,14 @@ def _row_groups(source: Source, client: ClientData) -> Iterator[dict[str, list[o
     """The columns of one row group after the other, of a size that a reader can hold in memory."""
     sentences = source.holds == "sentences"
     group: dict[str, list[object]] = {"text" if sentences else "image": [], "label": [], "domain": [], "split": []}
+    if source.groups is not None:
+        group["group"] = []
     size = 0
     for split in PARTS:
         for index in getattr(client, split).tolist():
             item = source.sentence(index) if sentences else _png(source.image(index))
-            row = (item, int(source.labels[index]), int(source.domains[index]), split)
+            row: list[object] = [item, int(source.labels[index]), int(source.domains[index]), split]
+            row += [] if source.groups is None else [int(source.groups[index])]
             for column, value in zip(group.values(), row, strict=True):
                 column.append(value)
             size += len(item)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -19,6 +19,9 @@ def train_and_test(source: Source, data: DataConfig, every_class: bool = True) -
     """
     if source.splits is not None:
         train, test = np.flatnonzero(source.splits == "train"), np.flatnonzero(source.splits == "test")
+        check_groups(source, "data.source", [source.splits == part for part in np.unique(source.splits)])
+    elif source.groups is not None:
+        train, test = grouped(source.labels, source.domains, source.groups, data.test_fraction, data.split_seed)
     else:
         train, test = stratified(source.labels, source.domains, data.test_fraction, data.split_seed)
     for name, part in (("train", train), ("test", test)):
@@ -60,6 +63,51 @@ def stratified(labels: np.ndarray, domains: np.ndarray, fraction: float, seed: i
         test.append(mixed[:aside])
         train.append(mixed[aside:])
     return _sorted(train), _sorted(test)
+
+
+def grouped(
+    labels: np.ndarray, domains: np.ndarray, groups: np.ndarray, fraction: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same with images of one group, such as a patient, on one side.
+
+    Groups come in random order. One is reserved if that brings the cells closer to their fraction, and if every class keeps a
+    training image; at least one is.
+    """
+    everything = np.arange(len(labels))
+    cell_of = np.empty(len(labels), dtype=np.int64)
+    missing = []
+    for number, cell in enumerate(cells(everything, labels, domains)):
+        cell_of[cell] = number
+        missing.append(min(max(1, round(fraction * len(cell))), len(cell) - 1))
+    left, short = np.bincount(labels), np.array(missing)
+    by_group = np.argsort(groups, kind="stable")
+    members = np.split(by_group, np.flatnonzero(np.diff(groups[by_group])) + 1)
+    mixed = [members[place] for place in stream(seed, "split").permutation(len(members)).tolist()]
+    is_test = np.zeros(len(labels), dtype=bool)
+    for least in (1, -np.inf):  # how much closer the cells must come; if no group does that, the smallest one is taken
+        for images in mixed if least == 1 else sorted(mixed, key=len):
+            of_cells = np.bincount(cell_of[images], minlength=len(short))
+            of_classes = np.bincount(labels[images], minlength=len(left))
+            closer = np.abs(short).sum() - np.abs(short - of_cells).sum()
+            if closer >= least and (of_classes < left)[of_classes > 0].all():
+                is_test[images] = True
+                left, short = left - of_classes, short - of_cells
+                if least != 1:
+                    break
+        if is_test.any():
+            break
+    return np.flatnonzero(~is_test), np.flatnonzero(is_test)
+
+
+def check_groups(source: Source, field: str, parts: Sequence[np.ndarray]) -> None:
+    """Raise if a group has images in two parts: training images, test images and the like."""
+    if source.groups is None:
+        return
+    seen = [np.unique(source.groups[part]) for part in parts]
+    torn = int((np.unique(np.concatenate(seen), return_counts=True)[1] > 1).sum())
+    if torn:
+        rule = "have all images of a group (a patient) in one part of the split"
+        raise DataError(broken(field, rule, f"{torn} groups in several parts of {source.name!r}"))
 
 
 def per_cell(indices: np.ndarray, source: Source, limit: int | None, seed: int, part: str) -> np.ndarray:

@@ -18,6 +18,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM", "TIFF")  # readers that i
 MOST_PIXELS = 64 * 2**20  # of one image: more than today's cameras give, and 256 MB when decoded
 LONGEST_SIDE = 65_535  # resizing allocates by the longer side, so a thin strip is not harmless
 MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B", "I;16L"}
+MEDICAL = (".dcm", ".dicom", ".nii", ".nii.gz")  # read by dicom.py and nifti.py
 TILE_WIDTH, TILE_HEIGHT = 322, 323  # TIFF tags
 MOST_NAMES = 100_000  # classes or domains
 SPLITS = {"train": "train", "test": "test", "val": "val", "valid": "val", "validation": "val"}
@@ -51,11 +52,13 @@ class Source(ABC):
         raise DataError(broken(f"{self.name} row {index}", "be a sentence", "an image"))
 
 
-def decode(encoded: bytes | Path, where: str) -> Image.Image:
+def decode(encoded: bytes | Path, where: str, slice: int | None = None) -> Image.Image:
     """Read a whole image now: Pillow is lazy, and damage must be found here, where file or row is known.
 
-    The header is checked before memory for the pixels is allocated.
+    The header is checked before memory for the pixels is allocated. `slice` is that of a volume.
     """
+    if isinstance(encoded, Path) and encoded.name.lower().endswith(MEDICAL):
+        return _medical(encoded, where, slice)
     try:
         stream = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
         with Image.open(stream, formats=FORMATS) as image:
@@ -66,6 +69,17 @@ def decode(encoded: bytes | Path, where: str) -> Image.Image:
         raise DataError(f"image must be readable: {where}: it is none of {', '.join(FORMATS)}") from error
     except Exception as error:  # Pillow's readers raise anything from OSError to struct.error on damaged bytes
         raise DataError(f"image must be readable: {where}: {str(error) or type(error).__name__}") from error
+
+
+def _medical(path: Path, where: str, slice: int | None) -> Image.Image:
+    from fedprompt.data.sources import dicom, nifti
+
+    try:
+        if nifti.is_nifti(path):
+            return nifti.decode_slice(path, slice, MOST_PIXELS, LONGEST_SIDE)
+        return dicom.decode_dicom(path, MOST_PIXELS, LONGEST_SIDE)
+    except (ValueError, OSError) as error:
+        raise DataError(f"image must be readable: {where}: {str(error) or type(error).__name__}") from None
 
 
 def _check_announced(image: Image.Image) -> None:

@@ -1,4 +1,4 @@
-"""Image files that a CSV file lists: columns `path` and `label` and, when there, `domain`, `split` and `rank`.
+"""Image files that a CSV file lists: columns `path` and `label` and, when there, `domain`, `split`, `rank`, `group`, `slice`.
 
 Paths are relative to the folder of the CSV file and stay inside it. Values are separated by commas, semicolons or tabs.
 """
@@ -19,6 +19,7 @@ from PIL import Image
 from fedprompt.data.cache import fingerprint
 from fedprompt.data.sources.base import NO_DOMAINS, Source, decode, encode_names, encode_splits
 from fedprompt.data.sources.image_folder import EXTENSIONS
+from fedprompt.data.sources.patients import groups_of_patients
 from fedprompt.errors import DataError, broken
 from fedprompt.io.bounded_read import read_bytes
 
@@ -32,6 +33,8 @@ COLUMNS = {  # what a column is called, the first name is ours
     "domain": ("domain", "site", "style"),
     "split": ("split",),
     "rank": ("rank",),
+    "group": ("group", "patient", "patient_id"),
+    "slice": ("slice",),
 }
 REQUIRED = ("path", "label")
 
@@ -43,7 +46,8 @@ class CsvSource(Source):
         where = path.name
         columns = read_table(path)
         self.name, self._root = path.stem, path.parent
-        self._files = _inside(columns["path"], path.parent, where)
+        self._slices = _whole(columns["slice"], "slice", where) if "slice" in columns else None
+        self._files = _inside(columns["path"], columns.get("slice"), path.parent, where)
         self.labels, self.class_names = encode_names(columns["label"], names_in_order(columns["label"]), "label", where)
         self.domains, self.domain_names = np.zeros(len(self._files), dtype=np.int64), NO_DOMAINS
         if "domain" in columns:
@@ -51,13 +55,17 @@ class CsvSource(Source):
             self.domains, self.domain_names = encode_names(columns["domain"], names, "domain", where)
         self.splits = encode_splits(columns["split"], where) if "split" in columns else None
         self.ranks = rank_numbers(columns["rank"], where) if "rank" in columns else None
-        content = fingerprint.of_tree(path.parent, self._files, cache)
+        if "group" in columns:
+            self.groups = np.unique(columns["group"], return_inverse=True)[1].astype(np.int64)
+        else:
+            self.groups = groups_of_patients(path.parent, self._files)
+        content = fingerprint.of_tree(path.parent, list(dict.fromkeys(self._files)), cache)
         table = {name: values for name, values in columns.items() if name != "path"}
         self.fingerprint = hashlib.sha256(json.dumps([content, table], sort_keys=True).encode()).hexdigest()
 
     def image(self, index: int) -> Image.Image:
         path = self._root / self._files[index]
-        return decode(path, str(path))
+        return decode(path, str(path), None if self._slices is None else int(self._slices[index]))
 
 
 def csv_file(path: Path) -> Path | None:
@@ -66,7 +74,7 @@ def csv_file(path: Path) -> Path | None:
         return path if path.suffix.lower() in SUFFIXES else None
     entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     tables = [entry for entry in entries if entry.suffix.lower() in SUFFIXES and entry.is_file()]
-    flat = any(entry.suffix.lower() in EXTENSIONS for entry in entries)
+    flat = any(entry.name.lower().endswith(EXTENSIONS) for entry in entries)
     return tables[0] if len(tables) == 1 and (flat or not any(entry.is_dir() for entry in entries)) else None
 
 
@@ -120,20 +128,21 @@ def _separator(text: str) -> str:
     return max(SEPARATORS, key=text.partition("\n")[0].count)
 
 
-def _inside(paths: Sequence[str], root: Path, where: str) -> list[str]:
-    """The paths relative to the folder: each of an existing file inside it, and each once."""
-    seen: dict[str, int] = {}
+def _inside(paths: Sequence[str], slices: Sequence[str] | None, root: Path, where: str) -> list[str]:
+    """The paths relative to the folder: each of an existing file inside it, and each once, or once with a slice."""
+    seen: dict[tuple[str, str], int] = {}
     for row, text in enumerate(paths):
         path = PurePosixPath(text)
         if path.is_absolute() or ".." in path.parts or "\0" in text:
             rule = "be inside the folder of the CSV file, and relative to it"
             raise DataError(f"{where} row {row}: " + broken("path", rule, text))
-        if str(path) in seen:
-            raise DataError(f"{where} row {row}: " + broken("path", f"be listed once (row {seen[str(path)]})", text))
+        key = str(path), "" if slices is None else slices[row]
+        if key in seen:
+            raise DataError(f"{where} row {row}: " + broken("path", f"be listed once (row {seen[key]})", text))
         if not (root / path).is_file():
             raise DataError(f"{where} row {row}: " + broken("path", f"be a file in {str(root)!r}", text))
-        seen[str(path)] = row
-    return list(seen)
+        seen[key] = row
+    return [path for path, _ in seen]
 
 
 def names_in_order(values: Sequence[str]) -> tuple[str, ...]:
@@ -143,7 +152,11 @@ def names_in_order(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def rank_numbers(values: Sequence[str], where: str) -> np.ndarray:
+    return _whole(values, "rank", where)
+
+
+def _whole(values: Sequence[str], column: str, where: str) -> np.ndarray:
     for row, value in enumerate(values):
         if not (value.isascii() and value.isdecimal() and len(value) < 19):
-            raise DataError(f"{where} row {row}: " + broken("rank", "be a whole number of at least 0", value))
+            raise DataError(f"{where} row {row}: " + broken(column, "be a whole number of at least 0", value))
     return np.array([int(value) for value in values], dtype=np.int64)

@@ -9,11 +9,14 @@ import numpy as np
 from PIL import Image
 
 from fedprompt.data.cache import fingerprint
-from fedprompt.data.sources.base import NO_DOMAINS, SPLITS, Source, decode
+from fedprompt.data.sources.base import MEDICAL, NO_DOMAINS, SPLITS, Source, decode
+from fedprompt.data.sources.patients import groups_of_patients
 from fedprompt.errors import DataError, broken
 
 DEEPEST = 4  # depth of folders below the root: one more than any layout has, so that circular links end
-EXTENSIONS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+PICTURES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+
+EXTENSIONS = (*sorted(PICTURES), *MEDICAL)
 
 
 class FolderSource(Source):
@@ -44,6 +47,7 @@ class FolderSource(Source):
             else np.zeros(len(files), dtype=np.int64)
         )
         self.splits = np.array([SPLITS[part[0]] for part in parts], dtype="<U5") if split_level else None
+        self.groups = groups_of_patients(root, files)
         self.fingerprint = fingerprint.of_tree(root, files, cache)
 
     def image(self, index: int) -> Image.Image:
@@ -74,9 +78,7 @@ def _scan(root: Path) -> tuple[list[str], list[str]]:
             inner.clear()
         folders += [(base / name).as_posix() for name in inner]
         files += [
-            (base / name).as_posix()
-            for name in names
-            if Path(name).suffix.lower() in EXTENSIONS and not name.startswith(".")
+            (base / name).as_posix() for name in names if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
         ]
     return sorted(files), sorted(folders)
 

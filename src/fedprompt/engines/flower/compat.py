@@ -113,8 +113,8 @@ def superlink(arguments: Sequence[str]) -> tuple[FastAPI, dict[str, Any]]:
     return main.create_app(config, program.SuperLinkLifespan), where
 
 
-def proven(app: FastAPI, headers: Mapping[str, str]) -> bytes:
-    """The public key of the node that sent a request, from the proof in its headers; empty if there is none.
+def proven(app: Any, headers: Mapping[str, str]) -> bytes:
+    """The public key of the node that sent a request to this application, from the proof in its headers; empty if there is none.
 
     This calls Flower's own check. Flower repeats it, together with the body, when the body has arrived.
     """

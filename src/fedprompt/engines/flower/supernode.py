@@ -32,7 +32,6 @@ BRISK, SOON = 0.3, 15.0  # seconds between two checks for a message, during this
 IDLE = 3.0  # seconds between two checks otherwise
 PAUSE, LONGEST_PAUSE = 1.0, 20.0  # seconds before a request is repeated, at first and at most
 MISSED = compat.MISSED + 15.0  # seconds after which the SuperLink has noticed that a node is gone
-BUSY = frozenset({502, 503, 504})  # answers after which the request is repeated
 REASON = "its key must be admitted there, and no other node may be connected with it"
 EXPELLED = "the server no longer admits this node: its key was removed there"
 
@@ -78,11 +77,11 @@ def _attend(calls: FleetCalls, work: Work, heard: Heard) -> None:
             _repeated(lambda: calls.push(answer, last - begin), heard)  # noqa: B023  called before the next round
         except RunStopped:
             fact("the run was stopped: its message is dropped")
-        except (RunError, httpx.HTTPError):
+        except RunError:
             raise
-        except Exception as error:  # one message that Flower lost must not end the node
+        except Exception as error:  # one message that Flower lost or refused must not end the node
             fact(f"message lost: {type(error).__name__}: {error}", "warning")
-            time.sleep(PAUSE)
+            time.sleep(IDLE)
 
 
 def _activated(calls: FleetCalls, heard: Heard, longest: float | None = None) -> int:
@@ -92,6 +91,8 @@ def _activated(calls: FleetCalls, heard: Heard, longest: float | None = None) ->
     while True:
         try:
             return _repeated(calls.activate, heard)
+        except RunStopped:
+            raise RunError("no connection to the server: it refuses this node (status 403)") from None
         except httpx.HTTPStatusError as error:
             reported = FlowerError.from_json(error.response.text)
             if reported is None or reported.code != compat.NOT_ADMITTED:
@@ -118,7 +119,7 @@ def _repeated(call: Callable[[], T], heard: Heard) -> T:
                 raise RunStopped from None
             if status == 401:
                 raise RunError(EXPELLED) from None
-            if status not in BUSY:
+            if status < 500:
                 raise
             reason = f"status {status}"
         except httpx.TransportError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fedprompt import __version__
@@ -17,7 +17,7 @@ from fedprompt.core.messages import LocalUpdate
 from fedprompt.data.sources.base import MOST_NAMES
 from fedprompt.engines.framing import Frame
 from fedprompt.errors import RunError, broken
-from fedprompt.metrics.accuracy import ClientResult, is_result
+from fedprompt.metrics.accuracy import STAYING, ClientResult, is_result
 from fedprompt.metrics.calibration import BINS
 from fedprompt.tensors import Tensors
 
@@ -163,7 +163,7 @@ class Answer:
                 for name, reason in (("failure", self.failure), ("withheld", self.withheld))
             },
             "meeting": None if self.meeting is None else self.meeting.to_json(),
-            "result": None if self.result is None else replace(self.result, hits=None).to_json(),
+            "result": None if self.result is None else self.result.to_send().to_json(),
         }
         return Frame(header, self.packed).to_bytes()
 
@@ -189,7 +189,7 @@ class Answer:
 
 def read_result(values: Any) -> ClientResult:
     """Check the figures of an evaluation from an untrusted source."""
-    expected = set(ClientResult.__dataclass_fields__) - {"hits"}  # which images are right is never sent
+    expected = set(ClientResult.__dataclass_fields__) - set(STAYING)
     _exactly("result", values, expected)
     _check("result", "be the figures of an evaluation", values, is_result(values))
     likelihoods = [values[name] for name in ("nll", "entropy", "mutual_information")]

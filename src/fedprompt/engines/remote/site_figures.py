@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 from fedprompt.engines.remote.site_policy import SitePolicy
@@ -15,7 +14,7 @@ SENSITIVITY = 2  # total change of hits and misses when one test image is replac
 def released(policy: SitePolicy, result: ClientResult) -> ClientResult:
     """All figures, counts alone, or counts with noise; never which images are answered correctly."""
     if policy.evaluate == "all":
-        return replace(result, hits=None)
+        return result.to_send()
     if policy.evaluate == "noised":
         return noised(result, policy.evaluation_epsilon)
     return ClientResult(result.samples, result.correct, domains=_large_domains(result, policy.least_test_images))
