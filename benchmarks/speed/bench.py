@@ -214,8 +214,8 @@ def jobs(data: Path | None, until: float) -> Part:
         try:
             with tempfile.TemporaryDirectory(prefix="fedprompt-job-") as folder:
                 found = whole_jobs.measure(work, data, Path(folder))
-        except Unavailable as error:
-            rows.append(Row(name, target=work.target, why=str(error)))
+        except Exception as error:  # one job must not cost the figures of all others
+            rows.append(Row(name, target=work.target, why=str(error) or type(error).__name__))
             continue
         figures[work.letter] = found
         rows += job_rows(work, found, 1e9 * figures["peak_gflops_per_second"])
