@@ -172,7 +172,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         most = max(axis["points"][-1]["value"] / axis["points"][0]["value"] for axis in found.values())
         panel.loglog([1, most], [1, most], color="0.7", linestyle=":", label="linear: 1")
         panel.set_xlabel("times the smallest size")
-        panel.set_ylabel(f"{title}, times that of the smallest")
+        panel.set_ylabel(f"{title}, relative")
         panel.set_ylim(0.7, 10 ** math.ceil(math.log10(max(panel.get_ylim()[1] / 10, 10))))
         panel.legend(fontsize="small", title="exponent")
         panel.grid(alpha=0.3)
@@ -190,7 +190,8 @@ def main() -> None:
     if asked.child:
         print(json.dumps(run_one(asked.only[0], asked.value, asked.child)))
         return
-    found: dict[str, Any] = {}
+    before = json.loads(asked.output.read_text(encoding="utf-8"))["axes"] if asked.output.is_file() else {}
+    found: dict[str, Any] = {name: before[name] for name in AXES if name in before}
     for name in asked.only:
         axis = AXES[name]
         points = []
@@ -200,9 +201,14 @@ def main() -> None:
         slopes = {kind: round(exponent(points, kind), 3) for kind in ("seconds", "megabytes")}
         found[name] = {"what": axis.what, "method": axis.method, "backbone": axis.backbone}
         found[name] |= {"points": points, "exponents": slopes}
+        write(found, asked.output)
+    draw({name: found[name] for name in AXES if name in found}, asked.picture)
+
+
+def write(found: dict[str, Any], path: Path) -> None:
+    """All axes so far: a stopped run keeps those that are finished, and `--only` measures some of them again."""
     about = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    asked.output.write_text(json.dumps({**about, "axes": found}, indent=1) + "\n", encoding="utf-8")
-    draw(found, asked.picture)
+    path.write_text(json.dumps({**about, "axes": found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

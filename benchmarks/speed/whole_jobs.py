@@ -6,7 +6,7 @@ first run left (cold and warm); frozen weights are at hand for both sides. The m
 must be near each other, or the row says that the sides learned something else.
 
 The FLOPs of a job are those of the matrix products that our warm run really makes: what must be done once every exact
-shortcut is taken. They are counted in a run of one round and of none, and grow with the rounds.
+shortcut is taken. They are counted in a run of one round, and every round does the same.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def config(work: Work, data: Path | None, folder: Path) -> dict[str, Any]:
     real = data is not None
     images: dict[str, Any] = {"source": str(data / file)} if data is not None else {"source": "embedded"}
     many = work.kind is TEXT and real
-    images |= {"train_per_cell": 2 if many else 5, "test_per_cell": 1 if many else 3}
+    images |= {"train_per_cell": 2 if many else 4, "test_per_cell": 1 if many else 2}
     return {
         "name": f"job-{work.letter}",
         "data": images,
@@ -210,8 +210,8 @@ def estimated(folder: Path, settings: dict[str, Any]) -> float:
     return float(json.loads(said)[0]["total"])
 
 
-def ours(folder: Path, settings: dict[str, Any], name: str) -> tuple[Spent, float]:
-    """What our side spent, and the seconds of its rounds."""
+def ours(folder: Path, settings: dict[str, Any], name: str) -> tuple[Spent, dict[str, float]]:
+    """What our side spent, and the seconds of its rounds by phase."""
     from fedprompt.runs.run import Run
 
     path = folder / f"{name}.yaml"
@@ -225,8 +225,11 @@ def ours(folder: Path, settings: dict[str, Any], name: str) -> tuple[Spent, floa
         run.close()
     summary = records[-1].summary
     assert summary is not None
-    rounds = sum(sum(record.seconds.values()) for record in records)
-    return Spent(found.wall, found.cpu, found.megabytes, summary["average"]), rounds
+    phases: dict[str, float] = {}
+    for record in records:
+        for phase, seconds in record.seconds.items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    return Spent(found.wall, found.cpu, found.megabytes, summary["average"]), phases
 
 
 def plain(folder: Path, program: str) -> Spent:
@@ -236,14 +239,11 @@ def plain(folder: Path, program: str) -> Spent:
 
 
 def flops(folder: Path, settings: dict[str, Any], rounds: int) -> float:
-    """Of a warm run of that many rounds."""
-    counts = []
-    for some in (1, 2):
-        path = folder / f"count-{some}.yaml"
-        federation = {**settings["federation"], "rounds": some}
-        path.write_text(yaml.safe_dump({**settings, "name": path.stem, "federation": federation}), encoding="utf-8")
-        counts.append(printed([sys.executable, str(HERE / "count_flops.py"), str(path)], SECONDS)["flops"])
-    return float(counts[0] + (rounds - 1) * (counts[1] - counts[0]))
+    """Of a warm run of that many rounds, all of which do the same products."""
+    path = folder / "count.yaml"
+    federation = {**settings["federation"], "rounds": 1}
+    path.write_text(yaml.safe_dump({**settings, "name": path.stem, "federation": federation}), encoding="utf-8")
+    return rounds * float(printed([sys.executable, str(HERE / "count_flops.py"), str(path)], SECONDS)["flops"])
 
 
 def gemm_peak() -> float:
@@ -279,9 +279,10 @@ def measure(work: Work, data: Path | None, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"what": work.what, "config": told}
     cold, _ = ours(folder, settings, f"cold-{work.letter}")
     expected = estimated(folder, settings)
-    warm, rounds = ours(folder, settings, f"warm-{work.letter}")
+    warm, phases = ours(folder, settings, f"warm-{work.letter}")
     found |= {"cold": asdict(cold), "warm": asdict(warm), "flops": flops(folder, settings, work.rounds)}
-    found |= {"estimated seconds of the rounds": expected, "seconds of the rounds": rounds}
+    found |= {"estimated seconds of the rounds": expected, "seconds of the rounds": sum(phases.values())}
+    found["seconds by phase"] = phases
     if work.plain:
         try:
             prepare(folder, settings)

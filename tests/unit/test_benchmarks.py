@@ -173,6 +173,18 @@ def test_the_lines_of_a_job_compare_walls_and_say_what_is_not_compared(bench: Mo
     assert alone[3].figure is None
 
 
+def test_a_job_that_breaks_leaves_the_others_their_lines(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import whole_jobs
+
+    def broken(work: object, *given: object) -> None:
+        raise KeyError("average")
+
+    monkeypatch.setattr(whole_jobs, "gemm_peak", lambda: 1e11)
+    monkeypatch.setattr(whole_jobs, "measure", broken)
+    part = bench.jobs(None, until=float("inf"))
+    assert [row.why for row in part.rows] == ["'average'"] * len(whole_jobs.JOBS)
+
+
 def test_no_job_begins_when_the_time_is_over(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import whole_jobs
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLIENTS, COHORT, ROUNDS = 100, 10, 20
+CLIENTS, COHORT, ROUNDS = 100, 10, 50
 SAMPLES, BATCH, RATE = 128, 32, 0.1
 INPUTS, HIDDEN, CLASSES = 32, 64, 10
 PLACES = {"w1": "0.weight", "b1": "0.bias", "w2": "2.weight", "b2": "2.bias"}  # of the weights in `network()`

@@ -30,6 +30,7 @@ from fedprompt.engines.remote.remote_engine import Transport, remote_engine
 from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.evaluation.final_test import tests_at_the_end
 from fedprompt.experiment.estimate import WORTH_SAYING, Estimate, estimate, may_be_long
+from fedprompt.experiment.precision_check import autocast_note
 from fedprompt.experiment.progress import fitting_progress, is_interactive
 from fedprompt.experiment.run_file import open_store, refuse_another_run, run_id
 from fedprompt.experiment.tracking import tracked
@@ -148,10 +149,12 @@ class Experiment:
             federation = Federation(
                 self.config, world, self.method, engine, store, observer, runtime.terms, afterwards, self.notes
             )
+            slower = autocast_note(self.config.backbone, backbone)
+            federation.notes = (*self.notes, *([] if slower is None else [slower]))
             if self.config.engine.kind == "in-process" and not store.rounds() and may_be_long(self.config, runtime):
                 needed = estimate(self.config, runtime, federation.tested)
                 if needed.total >= WORTH_SAYING:
-                    federation.notes = (*self.notes, needed.sentence())
+                    federation.notes = (*federation.notes, needed.sentence())
             federation.run()
             backbone.assert_frozen(frozen)
         finally:
