@@ -138,5 +138,5 @@ def test_every_command_that_needs_names_takes_plugins() -> None:
     for name in ("protocol", "federate"):
         commands |= {f"{name} {each}": command for each, command in commands.pop(name).commands.items()}
     without = {name for name, each in commands.items() if not any(p.name == "plugin" for p in each.params)}
-    own = {"demo", "compare", "report", "verify", "dashboard", "schema", "assets", "doctor"}
+    own = {"demo", "compare", "report", "verify", "dashboard", "schema", "assets", "doctor", "configs"}
     assert without == own | {f"federate {each}" for each in ("init", "check", "status", "admit", "expel", "renew")}

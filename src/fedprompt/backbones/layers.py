@@ -75,15 +75,21 @@ def with_adapter(weights: Weights, output: Tensor, given: Callable[[], Tensor], 
     return output + linear(weights, name + "up", hidden)
 
 
-def with_changes(weights: Weights, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with something added to some of them. Tensors of adapters are new ones and taken as they are."""
+def with_changes(
+    weights: Weights, changes: Mapping[str, Tensor], places: Mapping[str, str] | None = None
+) -> dict[str, Tensor]:
+    """The weights with something added to some of them. Tensors of adapters are new ones and taken as they are.
+
+    `places` are the names of the weights, where they differ from those of the changes.
+    """
     found = dict(weights)
     for name, change in changes.items():
-        block, is_adapter, part = name.partition(ADAPTER)
+        place = name if places is None else places[name]
+        block, is_adapter, part = place.partition(ADAPTER)
         if is_adapter and ADAPTER + part in ADAPTER_TENSORS and block + "norm1.weight" in weights:
-            found[name] = change
-        elif name in weights and weights[name].shape == change.shape:
-            found[name] = weights[name] + change
+            found[place] = change
+        elif place in weights and weights[place].shape == change.shape:
+            found[place] = weights[place] + change
         else:
             raise ContractError(f"added weights must fit the backbone, got {name!r} of shape {tuple(change.shape)}")
     return found

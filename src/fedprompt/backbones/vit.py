@@ -107,8 +107,8 @@ class ViT:
         """The same transformer with something added to some of its weights; `blocks.0` is the first block after the
         stem.
         """
-        own = {self._behind_stem(name): change for name, change in changes.items()}
-        return dataclasses.replace(self, weights=layers.with_changes(self.weights, own))
+        renamed = {name: self._behind_stem(name) for name in changes}
+        return dataclasses.replace(self, weights=layers.with_changes(self.weights, changes, renamed))
 
     def _behind_stem(self, name: str) -> str:
         kind, _, rest = name.partition(".")

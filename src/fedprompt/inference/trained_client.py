@@ -268,7 +268,9 @@ class TrainedClient:
 
 def is_pixels(pictures: Picture | Sequence[Picture]) -> TypeGuard[np.ndarray]:
     """Whether these are several images as one array, or several sentences as token numbers."""
-    return isinstance(pictures, np.ndarray) and pictures.ndim in (2, 4)
+    if not isinstance(pictures, np.ndarray):
+        return False
+    return pictures.ndim == 4 or (pictures.ndim == 2 and pictures.dtype == np.int32)
 
 
 def as_list(pictures: Picture | Sequence[Picture]) -> Sequence[Picture]:

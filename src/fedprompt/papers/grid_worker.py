@@ -14,11 +14,12 @@ from threading import Thread
 
 from fedprompt.config import Config
 from fedprompt.errors import FedpromptError, StorageError
-from fedprompt.experiment import Experiment
 from fedprompt.papers import collect
 
 
 def main(request: str, place: str, of: str) -> int:
+    from fedprompt.experiment import Experiment
+
     Thread(target=_end_with_parent, daemon=True).start()
     wanted = collect.Request.of_json(json.loads(request))
     configs = [one_thread(config) for config in wanted.configs()]

@@ -244,7 +244,8 @@ def test_a_missing_file_is_named():
 
 def test_an_unknown_name_lists_the_choices():
     with pytest.raises(
-        BackboneError, match=r"one of dinov2-small, mini, b16, tiny, tiny-clip, an existing folder.*got 'resnet'"
+        BackboneError,
+        match=r"one of dinov2-small, mini, b16, minilm, tiny, tiny-clip, tiny-bert, an existing folder.*got 'resnet'",
     ):
         load("resnet")
 

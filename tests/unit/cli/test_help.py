@@ -61,7 +61,10 @@ def test_a_misspelt_command_or_option_gets_one_suggestion(
         ("train.optimizer=ad", ["train.optimizer=adam", "train.optimizer=adamw"]),
         ("partition.scheme=dirichlet_", ["partition.scheme=dirichlet_in_domains"]),
         ("method=fedvpt_", ["method=fedvpt_deep"]),
-        ("method.promp", ["method.prompt_tokens=", "method.prompt_init=", "method.prompt_depth="]),
+        (
+            "method.promp",
+            ["method.prompt_tokens=", "method.prompt_init=", "method.prompt_depth=", "method.prompt_epochs="],
+        ),
         ("backbone.autocast=t", ["backbone.autocast=true"]),
         ("nothing=", []),
     ],
