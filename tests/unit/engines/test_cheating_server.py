@@ -90,6 +90,22 @@ def test_which_images_test_is_the_sites_own_choice(ground: Ground, tmp_path: Pat
     assert len(reached) == pytest.approx(0.2 * 30, abs=1)
 
 
+def test_no_order_opens_another_set_at_a_site(ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name may be a path or a hub id: the answer told which files there are, and the hub was asked from inside."""
+    asked: list[str] = []
+
+    def refuse(name: str, *rest: object) -> None:
+        asked.append(name)
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    for place in ("hub:stranger/set", str(ground.files["client_2"]), "/no/such/place"):
+        data = {**ground.config["data"], "other_set": place}
+        site = ground.site(tmp_path / place.strip("/").replace("/", "_"))
+        assert reply(site, ground.order({"data": data})).client == 1
+    assert asked == []
+
+
 def test_sites_with_the_same_images_choose_differently(ground: Ground, tmp_path: Path) -> None:
     """What is not known cannot be aimed at."""
     images = images_without_split(ground, tmp_path / "images")
