@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import struct
 import sys
 import warnings
 import zlib
@@ -168,6 +169,41 @@ def test_a_deflated_file_is_refused_before_it_is_unpacked(made: Make, tmp_path: 
     bomb.write_bytes(head[:-2] + len(syntax).to_bytes(2, "little") + syntax + zeros)
     with pytest.raises(DataError):
         decode(bomb, "bomb.dcm")
+
+
+def element(number: int, kind: bytes, value: bytes, length: int | None = None) -> bytes:
+    """An element of group 2."""
+    wide = kind in (b"OB", b"UC")
+    size = (len(value) if length is None else length).to_bytes(4 if wide else 2, "little")
+    return struct.pack("<HH", 2, number) + kind + (b"\0\0" if wide else b"") + size + value
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        element(0x11, b"UC", bytes(20)),  # a kind whose length has four bytes
+        element(0x11, b"OB", b"\xfe\xff\xdd\xe0" + bytes(4), length=2**32 - 1),  # up to a mark
+        element(0x11, b"??", bytes(20)),
+        element(0x11, b"OB", bytes(70_000)),  # longer than what is read to find the patient
+        b"",
+    ],
+    ids=["long", "endless", "unknown", "far", "twice"],
+)
+def test_a_second_transfer_syntax_unpacks_nothing(
+    tmp_path: Path, between: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pydicom read on where our look at the beginning had ended: 600 kB became 600 MB, without a limit."""
+    squeezed = zlib.compressobj(9, wbits=-15)
+    bomb, unpacked = squeezed.compress(bytes(2**20)) + squeezed.flush(), list[int]()
+    monkeypatch.setattr(zlib, "decompress", lambda *_: unpacked.append(1) or b"")
+    plain, deflated = (str(each).encode() for each in (ExplicitVRLittleEndian, DeflatedExplicitVRLittleEndian))
+    head = element(0x10, b"UI", plain + b"\0") + between + element(0x10, b"UI", deflated)
+    path = tmp_path / "bomb.dcm"
+    path.write_bytes(bytes(128) + b"DICM" + head + bomb)
+    assert patient_of(path) is None
+    with pytest.raises(DataError, match=r"its group 2 must|its transfer syntax must"):
+        decode(path, "bomb.dcm")
+    assert unpacked == []
 
 
 def test_cut_and_changed_files_are_refused_or_read(made: Make, tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ SYNTAXES = {  # transfer syntaxes whose size is known before anything is decoded
     "1.2.840.10008.1.2.4.91": "JPEG 2000",
 }
 SYNTAX = 0x10  # element of group 2
-LONG = {b"OB", b"OW", b"OF", b"SQ", b"UT", b"UN"}  # kinds of elements with lengths of four bytes
+SHORT = {b"AE", b"SH", b"UI", b"UL"}  # kinds of elements in group 2, with lengths of two bytes
+LONG = {b"OB", b"UR"}  # the same of four bytes
 GREY = {"MONOCHROME1", "MONOCHROME2"}
 COLOUR = {"RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT"}
 TAGS = [
@@ -127,22 +128,24 @@ def _read(pydicom: Any, content: bytes, tags: list[str]) -> Any:
 def _syntax(content: bytes) -> None:
     """Raise unless the file begins as DICOM does, in a transfer syntax that cannot grow without bound when it is read.
 
-    The elements of group 2, which come first, are always explicit and little endian.
+    The elements of group 2, which come first, are always explicit and little endian. What pydicom might read in another way than
+    this function is refused: else it could find another transfer syntax there.
     """
     if content[PREAMBLE - 4 : PREAMBLE] != b"DICM":
         raise ValueError("it is no DICOM file")
-    place, syntax = PREAMBLE, ""
-    while len(head := content[place : place + 12]) == 12:
-        group, element, kind, length = *struct.unpack("<HH", head[:4]), head[4:6], struct.unpack("<H", head[6:8])[0]
-        if group != 2:
-            break
-        begin = place + 8
+    place, syntaxes = PREAMBLE, list[str]()
+    while len(head := content[place : place + 12]) == 12 and head[:2] == b"\2\0":
+        element, kind, length, begin = *struct.unpack("<H2sH", head[2:8]), place + 8
         if kind in LONG:
             begin, length = place + 12, struct.unpack("<I", head[8:])[0]
+        elif kind not in SHORT:
+            raise ValueError("its group 2 must have elements of the kinds AE, OB, SH, UI, UL and UR alone")
         if element == SYNTAX:
-            syntax = content[begin : begin + length].rstrip(b"\0 ").decode("ascii", "replace")
+            syntaxes.append(content[begin : begin + length].rstrip(b"\0 ").decode("ascii", "replace"))
         place = begin + length
-    if syntax not in SYNTAXES:
+    if place + 12 > len(content):
+        raise ValueError("its group 2 must end before the file, and soon")
+    if len(syntaxes) != 1 or syntaxes[0] not in SYNTAXES:
         raise ValueError(f"its transfer syntax must be one of: {', '.join(SYNTAXES.values())}")
 
 
