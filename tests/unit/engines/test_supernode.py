@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -171,3 +173,38 @@ def test_other_refusals_are_passed_on_at_once(number: int, slept: list[float], h
     with pytest.raises(RunError, match="no connection to the server"):
         supernode._activated(Server(activate=[status(number, 1), 7]), heard.append)  # type: ignore[arg-type]
     assert slept == []
+
+
+class Redirecting(BaseHTTPRequestHandler):
+    """A server that sends a node elsewhere, and notes who comes."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.startswith("/v1/"):
+            self.send_response(307)
+            self.send_header("Location", "/inside-the-hospital")
+        else:
+            seen.append(self.path)
+            self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+seen: list[str] = []
+
+
+def test_a_server_does_not_send_a_node_elsewhere() -> None:
+    """It reached other machines from inside the site, with the node's proof and its update, also without TLS."""
+    server = HTTPServer(("127.0.0.1", 0), Redirecting)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    calls = compat.FleetCalls(f"127.0.0.1:{server.server_address[1]}", None, None)
+    try:
+        with pytest.raises(httpx.HTTPStatusError):
+            calls.activate()
+    finally:
+        calls.close()
+        server.shutdown()
+        server.server_close()
+    assert seen == []

@@ -161,6 +161,7 @@ class FleetCalls:
                 NodeAuthHttpInterceptor(private, public),
             ],
         )
+        self._client._client.follow_redirects = False  # a server may not send a node, and its update, elsewhere
         self._node = Node()
 
     def activate(self) -> int:
