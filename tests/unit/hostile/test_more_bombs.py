@@ -12,10 +12,12 @@ import pytest
 
 from fedprompt import config
 from fedprompt.backbones.model_folder import folder_shape
-from fedprompt.config import config_files
+from fedprompt.config import DataConfig, config_files
 from fedprompt.data.partition.manifest import Manifest
-from fedprompt.data.sources import parquet
+from fedprompt.data.sources import parquet, sentences
+from fedprompt.data.sources.open import open_source
 from fedprompt.data.sources.parquet import ParquetSource
+from fedprompt.data.sources.sentences import parquet_sentences
 from fedprompt.errors import BackboneError, ConfigError, DataError
 from fedprompt.io.bounded_read import strict_json
 from fedprompt.metrics.accuracy import AVERAGED, is_summary
@@ -40,6 +42,36 @@ def test_labels_are_weighed_before_they_are_read(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(pq.ParquetFile, "read", lambda *_, **__: pytest.fail("they were read"))
     with pytest.raises(DataError, match="must be at most 10000 bytes"):
         ParquetSource(path, tmp_path)
+
+
+def repeated(path: Path, text: str, rows: int) -> Path:
+    """One text in many rows, which takes the place of one."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
+    table = pa.table({"text": texts, "label": ["a", "b"] * (rows // 2)})
+    pq.write_table(table, path, compression="zstd", store_schema=False)
+    return path
+
+
+def test_a_sentence_in_many_rows_is_one_in_memory(tmp_path: Path) -> None:
+    """500 bytes became two gigabytes."""
+    path = repeated(tmp_path / "set.parquet", "x" * 2**18, 200)
+    assert path.stat().st_size < 2**10
+    source = parquet_sentences(path)
+    assert source is not None
+    assert len({id(source.sentence(row)) for row in range(200)}) == 1
+
+
+def test_sentences_are_counted_before_they_are_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sentences, "MOST", 2**20)
+    with pytest.raises(DataError, match="sentences must have at most 1048576 characters together"):
+        parquet_sentences(repeated(tmp_path / "set.parquet", "x" * 2**18, 200))
+
+
+def test_sentences_have_no_more_rows_than_bytes(tmp_path: Path) -> None:
+    path = repeated(tmp_path / "set.parquet", "x", 10_000)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(DataError, match=r"rows must be no more than the \d+ bytes of the file"):
+        open_source(DataConfig(source=str(path)), tmp_path)
 
 
 def test_a_model_folder_names_no_million_classes(tmp_path: Path) -> None:

@@ -44,14 +44,11 @@ class ParquetSource(Source):
             present = schema.names
             if len(set(present)) < len(present):
                 raise DataError(f"{path}: " + broken("parquet columns", "have different names", present))
-            names = [field.name for field in schema if field.name in NAME_COLUMNS and _is_text(field.type)]
+            names = [field.name for field in schema if field.name in NAME_COLUMNS and is_text(field.type)]
             # a name in a million rows is one object
             self._file = pq.ParquetFile(path, memory_map=True, read_dictionary=names)
             rows = self._file.metadata.num_rows
-            if not 0 <= rows <= self._bytes:
-                raise DataError(
-                    f"{path}: " + broken("rows", f"be no more than the {self._bytes} bytes of the file", rows)
-                )
+            check_rows(path, rows)
             for column in required:
                 if column not in present:
                     raise DataError(f"{path}: " + broken("parquet columns", f"include {column!r}", present))
@@ -119,7 +116,14 @@ class ParquetSource(Source):
         return images
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def check_rows(path: Path, rows: int) -> None:
+    """Raise if a file promises more rows than it can hold."""
+    size = path.stat().st_size
+    if not 0 <= rows <= size:
+        raise DataError(f"{path}: " + broken("rows", f"be no more than the {size} bytes of the file", rows))
+
+
+def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
@@ -155,7 +159,7 @@ def small_columns(file: pq.ParquetFile, names: list[str]) -> dict[str, pa.Chunke
     for name in names:
         kind = file.schema_arrow.field(name).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (_is_text(kind) or pa.types.is_integer(kind)):
+        if not (is_text(kind) or pa.types.is_integer(kind)):
             raise ValueError(broken(f"column {name!r}", "hold whole numbers or text", str(kind)))
     groups = (file.metadata.row_group(group) for group in range(file.metadata.num_row_groups))
     chunks = (group.column(place) for group in groups for place in range(group.num_columns))

@@ -22,6 +22,7 @@ from fedprompt.errors import DataError, broken
 
 TEXT_COLUMNS = ("text", "sentence", "content")
 LONGEST = 2**20  # characters of a sentence
+MOST = 2**28  # characters of all sentences of a set
 
 
 class SentenceSource(Source):
@@ -75,6 +76,8 @@ def _checked(texts: Sequence[Any], where: str) -> list[str]:
             raise DataError(f"{where} row {row}: " + broken("text", "be a sentence", text))
         if len(text) > LONGEST:
             raise DataError(f"{where} row {row}: " + broken("text", f"have at most {LONGEST} characters", len(text)))
+    if (total := sum(map(len, texts))) > MOST:
+        raise DataError(f"{where}: " + broken("sentences", f"have at most {MOST} characters together", total))
     return list(texts)
 
 
@@ -100,11 +103,15 @@ def csv_sentences(path: Path, required: Sequence[str] = ("label",)) -> SentenceS
 def parquet_sentences(path: Path, required: Sequence[str] = ("label",)) -> SentenceSource | None:
     """The sentences of a parquet file; None if it holds images, or is no parquet file."""
     try:
-        file = pq.ParquetFile(path, memory_map=True)
-        present = file.schema_arrow.names
+        schema = pq.read_schema(path, memory_map=True)
+        present = schema.names
         text = next((name for name in TEXT_COLUMNS if name in present), None)
         if text is None or "image" in present:
             return None
+        words = [field.name for field in schema if parquet.is_text(field.type)]
+        # a text in a million rows is one object
+        file = pq.ParquetFile(path, memory_map=True, read_dictionary=words)
+        parquet.check_rows(path, file.metadata.num_rows)
         for column in required:
             if column not in present:
                 raise DataError(f"{path}: " + broken("parquet columns", f"include {column!r}", present))
