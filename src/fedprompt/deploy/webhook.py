@@ -81,7 +81,9 @@ class Webhook:
     def __init__(self, settings: NotifyConfig | None) -> None:
         self._settings = settings
         self._queue: queue.Queue[dict[str, Any]] = queue.Queue(WAITING)
-        self._open = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler()).open
+        here = settings is not None and settings.notify.lower().startswith("http:")
+        proxies = urllib.request.ProxyHandler({} if here else None)  # a notice to this machine does not leave it
+        self._open = urllib.request.build_opener(_NoRedirects, proxies).open
         self.sent = self.failed = 0
         if settings is not None:
             threading.Thread(target=self._send_all, name="notices", daemon=True).start()

@@ -180,3 +180,16 @@ def test_the_file_may_be_missing(tmp_path: Path) -> None:
     found = load_notify(tmp_path)
     assert found is not None
     assert found.events == ["absent"]
+
+
+def test_a_notice_to_this_machine_takes_no_proxy(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy of the environment read the address, which is a secret, and the notice, without TLS."""
+    proxy, hook = hooks(), hooks()
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
+    sender = Webhook(NotifyConfig(notify=hook.address))
+    sender.tell("finished", "done")
+    settled(sender, 1)
+    assert proxy.got == []
+    assert len(hook.got) == 1
