@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,14 @@ def test_grey_of_sixteen_bits_keeps_its_steps(tmp_path: Path, name: str) -> None
     Image.fromarray(values).save(tmp_path / name)
     assert Image.open(tmp_path / name).mode.startswith("I;16")
     assert np.asarray(decode(tmp_path / name, name))[..., 0].tolist() == [[0, 10], [200, 255]]
+
+
+def test_a_damaged_stream_is_a_picture_that_cannot_be_read(tmp_path: Path) -> None:
+    """One such file ended a prediction of many, with a traceback."""
+    packed = zlib.compressobj(9, wbits=31)
+    whole = volume(tmp_path / "v.nii").read_bytes()
+    begun = packed.compress(whole[:352]) + packed.flush(zlib.Z_FULL_FLUSH)
+    path = tmp_path / "v.nii.gz"
+    path.write_bytes(begun + b"\xff" * 64)  # a block of a kind that does not exist
+    with pytest.raises(DataError, match=r"v\.nii\.gz: it cannot be unpacked \(error\)"):
+        decode(path, path.name, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -47,7 +48,7 @@ def decode_slice(path: Path, number: int | None, most_pixels: int, longest_side:
     with opener(path, "rb") as stream:
         try:
             values = _slice(stream, _header(nibabel, stream), number, most_pixels, longest_side)
-        except (EOFError, gzip.BadGzipFile, OSError) as error:
+        except (EOFError, OSError, zlib.error) as error:
             raise ValueError(f"it cannot be unpacked ({type(error).__name__})") from None
     grey = np.rint(255 * values).astype(np.uint8)
     return Image.fromarray(np.ascontiguousarray(grey.T[::-1])).convert("RGB")
