@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import struct
 import sys
 import warnings
@@ -14,10 +15,18 @@ from typing import Any
 import numpy as np
 import pydicom
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 from pydicom.data import get_testdata_file
 from pydicom.dataset import Dataset, FileMetaDataset
-from pydicom.uid import DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian
+from pydicom.encaps import encapsulate
+from pydicom.uid import (
+    JPEG2000,
+    DeflatedExplicitVRLittleEndian,
+    ExplicitVRLittleEndian,
+    JPEG2000Lossless,
+    JPEGBaseline8Bit,
+    RLELossless,
+)
 
 from fedprompt.config import DataConfig
 from fedprompt.data.sources.base import decode
@@ -204,6 +213,38 @@ def test_a_second_transfer_syntax_unpacks_nothing(
     with pytest.raises(DataError, match=r"its group 2 must|its transfer syntax must"):
         decode(path, "bomb.dcm")
     assert unpacked == []
+
+
+@pytest.mark.parametrize(
+    ("syntax", "kind"), [(JPEGBaseline8Bit, "JPEG"), (JPEG2000Lossless, "JPEG2000"), (JPEG2000, "JPEG2000")]
+)
+def test_a_compressed_picture_has_the_size_that_the_header_says(
+    made: Make, syntax: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1300 bytes of a picture of 8 by 8 pixels became a gigabyte."""
+    inside = io.BytesIO()
+    Image.new("L", (2000, 1500)).save(inside, kind)
+    path = made(pixels=np.zeros((8, 8), np.uint8))
+    header = pydicom.dcmread(path)
+    header.PixelData, header.file_meta.TransferSyntaxUID = encapsulate([inside.getvalue()]), syntax
+    header["PixelData"].is_undefined_length = True
+    header.save_as(path)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(DataError, match=r"its picture must be of the size in its header"):
+        decode(path, "one.dcm")
+
+
+def test_a_run_length_is_no_bomb(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bytes stand for 128: a file of the largest size would become 32 gigabytes."""
+    packed = struct.pack("<16L", 1, 64, *[0] * 14) + b"\x81\0" * 2**14
+    path = made(pixels=np.zeros((8, 8), np.uint8))
+    header = pydicom.dcmread(path)
+    header.PixelData, header.file_meta.TransferSyntaxUID = encapsulate([packed]), RLELossless
+    header["PixelData"].is_undefined_length = True
+    header.save_as(path)
+    monkeypatch.setattr(pydicom.pixels, "pixel_array", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(DataError, match=r"its picture must be of the size in its header"):
+        decode(path, "one.dcm")
 
 
 def test_cut_and_changed_files_are_refused_or_read(made: Make, tmp_path: Path) -> None:

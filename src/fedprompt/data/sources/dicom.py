@@ -34,6 +34,8 @@ SYNTAXES = {  # transfer syntaxes whose size is known before anything is decoded
     "1.2.840.10008.1.2.4.90": "JPEG 2000 lossless",
     "1.2.840.10008.1.2.4.91": "JPEG 2000",
 }
+BEGINNINGS = (b"\xff\xd8", b"\xff\x4f")  # of JPEG and of the bare JPEG 2000, whose size is said once
+ROUNDED = 128  # bytes by which run lengths may be longer
 SYNTAX = 0x10  # element of group 2
 SHORT = {b"AE", b"SH", b"UI", b"UL"}  # kinds of elements in group 2, with lengths of two bytes
 LONG = {b"OB", b"UR"}  # the same of four bytes
@@ -67,6 +69,8 @@ def decode_dicom(path: Path, most_pixels: int, longest_side: int) -> Image.Image
     header = _read(pydicom, content, [tag for tag in TAGS if not tag.endswith("PixelData")])
     _check(header, most_pixels, longest_side)
     whole = _read(pydicom, content, TAGS)
+    if not _fits(pydicom, whole):
+        raise ValueError("its picture must be of the size in its header")
     try:
         stored = pydicom.pixels.pixel_array(whole)
         values = pydicom.pixels.apply_modality_lut(stored, whole) if _is_grey(header) else stored
@@ -165,6 +169,36 @@ def _check(header: Any, most_pixels: int, longest_side: int) -> None:
         raise ValueError("must be grey (MONOCHROME1 or 2, one sample) or coloured (RGB or YBR, three samples)")
     if bits not in (8, 16, 32):
         raise ValueError(broken("bits of a sample", "be 8, 16 or 32", bits))
+
+
+def _fits(pydicom: Any, whole: Any) -> bool:
+    """Whether a compressed picture has the size that was checked. What cannot be read at all is found by pydicom."""
+    syntax = whole.file_meta.TransferSyntaxUID
+    if not syntax.is_compressed or "PixelData" not in whole:
+        return True
+    try:
+        frame = bytes(pydicom.encaps.get_frame(whole.PixelData, 0, number_of_frames=1))
+        if syntax == pydicom.uid.RLELossless:
+            return _unrolls_within(frame, 2 * whole.Rows * whole.Columns + ROUNDED)
+        with Image.open(io.BytesIO(frame), formats=("JPEG", "JPEG2000")) as picture:
+            return frame.startswith(BEGINNINGS) and bool(picture.size == (whole.Columns, whole.Rows))
+    except Exception:
+        return False
+
+
+def _unrolls_within(frame: bytes, most: int) -> bool:
+    """Whether no segment of run lengths becomes longer than that. A byte n < 128 stands for n + 1 bytes, n > 128 for 257 - n."""
+    count, *offsets = struct.unpack("<16L", frame[:64])
+    ends = [*offsets[1:count], len(frame)]
+    for begin, end in zip(offsets[:count], ends, strict=True):
+        place, length, end = begin, 0, min(end, len(frame))
+        while place < end:
+            byte = frame[place]
+            length += byte + 1 if byte < 128 else 257 - byte if byte > 128 else 0
+            place += byte + 2 if byte < 128 else 2 if byte > 128 else 1
+            if length > most:
+                return False
+    return True
 
 
 def _is_grey(header: Any) -> bool:
