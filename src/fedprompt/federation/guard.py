@@ -48,10 +48,10 @@ class Admitted:
     refused: list[Failure]
 
     def answered(self, cohort: Sequence[int]) -> int:
-        """The number of accepted updates; a reply for the whole cohort counts for all clients that did not fail."""
+        """How many of a cohort have an accepted update; a reply for all of it counts for all clients that did not fail."""
         if any(update.client == COHORT for update in self.updates):
             return len(cohort) - len(self.refused)
-        return len(self.updates)
+        return len({update.client for update in self.updates} & set(cohort))  # a late one may be of another cohort
 
 
 class Guard:

@@ -17,7 +17,7 @@ from support import shared_tensors, worst_difference
 from fedprompt import config as configuration
 from fedprompt.core.messages import Failure, LocalUpdate
 from fedprompt.engines.remote.protocol import Answer, Order
-from fedprompt.errors import ConfigError
+from fedprompt.errors import ConfigError, QuorumError
 from fedprompt.federation.staleness import decay, rebased
 from fedprompt.runs.run import Run
 from fedprompt.tensors import Tensors
@@ -217,6 +217,24 @@ def test_it_counts_also_when_its_client_is_not_drawn_again(tmp_path: Path) -> No
     run = run_late(tmp_path, post, staleness=0.5, away={"client_1": [ROUND + 1, ROUNDS]})
     assert incidents(run) == [(ROUND, SLOW, "refused"), (ROUND + 1, SLOW, "late")]
     assert SLOW not in run.rounds()[ROUND + 1].cohort
+
+
+class Alone(Delayed):
+    """In the round after, nobody but the client who is late answers."""
+
+    def deliver(self, orders: Iterable[tuple[int, bytes | None]]) -> Iterator[tuple[int, bytes | Failure]]:
+        listed = list(orders)
+        fresh = {client: Order.from_bytes(order) for client, order in listed if order is not None}
+        for client, came in super().deliver(listed):
+            cut = client in fresh and fresh[client].train == ROUND + 1
+            yield client, Failure(client, "absent", "is gone") if cut else came
+
+
+def test_late_updates_of_others_are_no_quorum_of_a_cohort(tmp_path: Path) -> None:
+    """One site that held its update back was the whole next round, with its full weight, since weights add up to 1."""
+    late = {"staleness": 0.1, "rounds": ROUNDS, "evaluate_every": ROUNDS, "away": {"client_1": [ROUND + 1, ROUNDS]}}
+    with pytest.raises(QuorumError):
+        run_remotely(tiny_settings(tmp_path, "alone", federation=late, guard={"quorum": 0.3}), Alone())
 
 
 @pytest.mark.parametrize(
