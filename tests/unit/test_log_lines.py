@@ -141,3 +141,11 @@ def test_all_that_a_process_and_its_children_print_comes_out_as_facts() -> None:
     assert said.keys() == {"from print", "a fact", "child"}
     assert said["child"]["level"] == "warning"
     assert said["a fact"]["round"] == 2
+
+
+def test_a_line_nested_without_end_does_not_end_the_log() -> None:
+    """Then nobody would read what the server's parts print, and they would wait for that."""
+    configure("json")
+    line = relayed('{"time": ' + "[" * 200_000)
+    assert line is not None
+    assert json.loads(line)["level"] == "info"

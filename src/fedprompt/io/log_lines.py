@@ -130,7 +130,7 @@ def _known(line: str) -> str | None:
         return safe_line(line) if _OURS.match(line) else None
     try:
         values = json.loads(line) if line.startswith('{"time": ') else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return json.dumps(values) if isinstance(values, dict) and values.keys() == FIELDS else None
 
