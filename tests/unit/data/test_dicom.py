@@ -284,6 +284,19 @@ def test_no_identifier_is_in_an_error_a_warning_or_the_memory_of_a_source(
     assert "Mustermann" not in repr(vars(source))
 
 
+def test_no_warning_of_pydicom_quotes_a_header(
+    made: Make, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = made(SpecificCharacterSet="ISO_IR 6")
+    content = path.read_bytes().replace(b"\x08\x00ISO_IR 6", b"\x10\x00" + SECRET.encode())
+    path.write_bytes(content)
+    recwarn.clear()
+    assert patient_of(path) is not None
+    assert grey(path).shape == (2, 2)
+    said = capfd.readouterr()
+    assert "Mustermann" not in said.out + said.err + " ".join(str(each.message) for each in recwarn.list)
+
+
 def test_files_of_one_patient_are_a_group(made: Make, tmp_path: Path) -> None:
     for number, patient in enumerate(["x", "y", "x", "", "z", ""]):
         made(f"set/{'ab'[number % 2]}/{number}.dcm", PatientID=patient)

@@ -13,6 +13,7 @@ import hashlib
 import io
 import logging
 import struct
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def library() -> Any:
         raise ConfigError("DICOM files need the package pydicom: pip install 'fedprompt[medical]'") from error
     pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
     logging.getLogger("pydicom").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", module=r"pydicom\b")
     return pydicom
 
 
