@@ -11,14 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET6
 from typing import Any
 
+from fedprompt.dashboard.connections import Connections
 from fedprompt.dashboard.server import is_expected
 from fedprompt.deploy.addresses import Address
 from fedprompt.deploy.metrics import Figures, check_prometheus, exposition
 from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.io.log_lines import fact
 
-PATIENCE = 5.0  # seconds for a request
-MOST = 16  # requests at a time
+PATIENCE = 5.0  # seconds for a request, and for its answer to be taken
+MOST = 16  # requests at a time; another one ends the one that was waited for longest
 
 
 class Listener(ThreadingHTTPServer):
@@ -28,7 +29,7 @@ class Listener(ThreadingHTTPServer):
 
     def __init__(self, address: Address, figures: Figures) -> None:
         self.figures = figures
-        self.slots = threading.BoundedSemaphore(MOST)
+        self.connections = Connections(MOST)
         if address.ip is not None and address.ip.version == 6:
             self.address_family = AF_INET6
         try:
@@ -37,16 +38,17 @@ class Listener(ThreadingHTTPServer):
             raise RunError(broken("--metrics", f"be free to listen on ({error.strerror})", str(address))) from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self.slots.acquire(blocking=False):
+        if self.connections.add(request, PATIENCE):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.slots.release()
+    def service_actions(self) -> None:
+        self.connections.end_the_late()
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.remove(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that ended early is nobody's business."""
@@ -58,7 +60,9 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "fedprompt", ""
 
     def do_GET(self) -> None:
+        self.server.connections.answer(self.connection)
         status, kind, body = self._found()
+        self.server.connections.wait_for(self.connection, PATIENCE)
         self.send_response(status)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")):
             self.send_header(name, value)

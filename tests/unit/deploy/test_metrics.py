@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -20,6 +22,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from fedprompt.core.messages import Failure
+from fedprompt.deploy import operator_listener
 from fedprompt.deploy.addresses import Address
 from fedprompt.deploy.expiry import SERVER, Term
 from fedprompt.deploy.federation_state import FederationState, Incident, Observed, RunState, SiteState, run_state
@@ -186,6 +189,33 @@ def test_ready_is_a_status(listener: tuple[int, Any]) -> None:
 
 def test_a_web_page_elsewhere_cannot_read_it(listener: tuple[int, Any]) -> None:
     assert asked(listener[0], "/metrics", host="evil.example.org")[0] == 403
+
+
+def test_connections_that_drip_do_not_hide_the_server(listener: tuple[int, Any]) -> None:
+    """Sixteen of them, a header every few seconds, and the probes of this machine got no answer: it was restarted."""
+    port, figures = listener
+    figures.ready = True
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(operator_listener.MOST)]
+    try:
+        for each in slow:
+            each.sendall(b"GET /ready HTTP/1.1\r\n")
+        for _ in range(3):
+            assert asked(port, "/ready")[0] == 200
+    finally:
+        for each in slow:
+            each.close()
+
+
+def test_a_request_has_its_time_as_a_whole(listener: tuple[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_listener, "PATIENCE", 0.5)
+    with socket.create_connection(("127.0.0.1", listener[0]), timeout=0.1) as slow:
+        slow.sendall(b"GET /ready HTTP/1.1\r\n")
+        with pytest.raises(ConnectionError):  # noqa: PT012  any of these may find out
+            for _ in range(100):
+                with contextlib.suppress(TimeoutError):
+                    slow.sendall(b"X: y\r\n")
+                    if slow.recv(1) == b"":
+                        raise ConnectionError
 
 
 def test_a_port_that_is_taken_is_told(listener: tuple[int, Any]) -> None:
