@@ -366,8 +366,9 @@ def test_a_server_that_comes_back_says_the_same_in_other_words(ground: Ground, t
             },
             1,
         ),
+        ({"federation": {"rounds": 2, "evaluate_at": "global", "test_classes": "own"}}, 1),  # of its training images
     ],
-    ids=["after local", "head", "variant", "held out", "local head", "never picked"],
+    ids=["after local", "head", "variant", "held out", "local head", "never picked", "own classes"],
 )
 def test_who_insists_on_noise_fits_nothing_for_an_evaluation(
     ground: Ground, tmp_path: Path, changes: dict[str, Any], client: int

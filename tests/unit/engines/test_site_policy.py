@@ -249,8 +249,12 @@ def test_noise_on_counts_is_as_strong_as_it_costs() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"federation": {"rounds": 2, "evaluate_at": "after_local"}, "method": SHARED}],
-    ids=["a head of its own", "after local"],
+    [
+        {},
+        {"federation": {"rounds": 2, "evaluate_at": "after_local"}, "method": SHARED},
+        {"federation": {"rounds": 2, "evaluate_at": "global", "test_classes": "own"}, "method": SHARED},
+    ],
+    ids=["a head of its own", "after local", "own classes"],
 )
 def test_noise_on_counts_is_not_promised_for_what_was_fitted_to_training_images(
     ground: Ground, tmp_path: Path, config: dict[str, Any]

@@ -146,6 +146,9 @@ def _refused_privacy(policy: SitePolicy, config: Config) -> Iterator[Refused]:
     if (policy.least_noise or policy.evaluate == "noised") and config.federation.never_picked == "fit":
         text = "federation.never_picked must be apart here: figures after fitting to training images would reveal them"
         yield Refused("privacy", text)
+    if (policy.least_noise or policy.evaluate == "noised") and config.federation.test_classes == "own":
+        text = "federation.test_classes must be all here: figures among the classes of training images would tell which there are"
+        yield Refused("privacy", text)
     at_client = settings is not None and settings.noise_at == "client"
     noise = settings.noise if settings is not None and at_client else 0.0
     if noise is not None and noise < policy.least_noise:
