@@ -17,7 +17,8 @@ every client adds its part, N(0, s^2 / K): the mean of K of those has the same d
 
 **This is the paper's noise, not a guarantee.** s takes the sensitivity of a cut batch gradient as C / B. But the gradient
 of the batch is cut, not that of each image: replacing one image can change it by up to 2 C (there is a test that does).
-T counts rounds, while every step adds to what is spent. For a guarantee use `privacy`.
+T counts rounds, while every step adds to what is spent. And the noise follows from the seed, so a server that knows the seed
+can take it off. For a guarantee use `privacy`.
 
 The paper's code adds U U^T g_U V where Yu et al. (ICML 2021), whose method it is, subtract it; with a plus the gradient at
 full rank is not g. It divides g_U and g_V by ten, which is a rate. It lets a client step with the factors of another; ours
