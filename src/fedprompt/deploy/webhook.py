@@ -10,13 +10,16 @@ the address is not shown, since such addresses often are secrets.
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import json
 import queue
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +36,7 @@ from fedprompt.io.log_lines import fact
 from fedprompt.io.safe_text import safe_line
 
 FILE = "notify.yaml"
-PATIENCE = 5.0  # seconds for one attempt
+PATIENCE = 5.0  # seconds of silence; a connection lasts twice as long at most
 ATTEMPTS, PAUSE = 3, 2.0  # of a notice, and seconds between two
 WAITING = 100  # notices that wait to be sent; later ones are dropped
 LONGEST_TEXT = 500  # characters
@@ -83,7 +86,7 @@ class Webhook:
         self._queue: queue.Queue[dict[str, Any]] = queue.Queue(WAITING)
         here = settings is not None and settings.notify.lower().startswith("http:")
         proxies = urllib.request.ProxyHandler({} if here else None)  # a notice to this machine does not leave it
-        self._open = urllib.request.build_opener(_NoRedirects, proxies).open
+        self._open = urllib.request.build_opener(_NoRedirects, _Http, _Https, proxies).open
         self.sent = self.failed = 0
         if settings is not None:
             threading.Thread(target=self._send_all, name="notices", daemon=True).start()
@@ -138,6 +141,35 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *arguments: Any, **settings: Any) -> None:
         return None
+
+
+class _Brief(http.client.HTTPConnection):
+    """A connection that ends after its time, also while something still comes."""
+
+    def connect(self) -> None:
+        super().connect()
+        timer = threading.Timer(2 * PATIENCE, _end, [self.sock])
+        timer.daemon = True
+        timer.start()
+
+
+class _BriefTls(_Brief, http.client.HTTPSConnection):
+    """The same with TLS."""
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_Brief, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_BriefTls, req)
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _is_here(host: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -193,3 +195,19 @@ def test_a_notice_to_this_machine_takes_no_proxy(hooks: Any, monkeypatch: pytest
     settled(sender, 1)
     assert proxy.got == []
     assert len(hook.got) == 1
+
+
+def test_an_answer_that_drips_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header without end, a letter at a time: no notice was sent any more, and none counted as failed."""
+    monkeypatch.setattr(webhook, "ATTEMPTS", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sender = Webhook(NotifyConfig(notify=f"http://127.0.0.1:{listening.getsockname()[1]}/{SECRET}"))
+        sender.tell("finished", "done")
+        slow, _ = listening.accept()
+        with slow, contextlib.suppress(OSError):
+            slow.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+            for _ in range(100):
+                slow.sendall(b"x")
+                time.sleep(0.05)
+            pytest.fail("it still listens")
+        settled(sender, 1)
