@@ -203,7 +203,7 @@ def kinds() -> list[dict[str, str]]:
         (
             "csv",
             "path/to/set.csv",
-            "columns path or text, label; optional domain, split, rank; or the folder with the file and its images",
+            "columns path or text, label; optional domain, split, rank, group; or the folder with the file and its images",
         ),
         ("cifar10, cifar100", "path/to/folder", "the binary version; the pickled one is refused"),
         ("hub", "hub:owner/name", "a data set of the Hugging Face hub, through `datasets`"),
