@@ -81,6 +81,22 @@ def test_a_long_tail_keeps_every_class() -> None:
     assert np.bincount(labels[long_tail(np.arange(15), labels, 1e6)]).tolist() == [10, 1, 1]
 
 
+@pytest.mark.parametrize(
+    "setting", [{"unseen_domain": DOMAINS[1]}, {"imbalance": 4.0}], ids=lambda each: next(iter(each))
+)
+def test_a_manifest_of_other_images_is_not_taken_for_a_shift(tmp_path: Path, setting: dict[str, Any]) -> None:
+    usual, shifted = (
+        {"scheme": "manifest", "manifest": str(tmp_path / f"{name}.json")} for name in ("usual", "shifted")
+    )
+    manifest_of({"scheme": "iid", "clients": 3}).save(Path(usual["manifest"]))
+    made = manifest_of({"scheme": "iid", "clients": 3}, **setting)
+    made.save(Path(shifted["manifest"]))
+    with pytest.raises(ConfigError, match=rf"data\.{next(iter(setting))} must be absent with a partition.manifest"):
+        manifest_of(usual, **setting)
+    assert manifest_of(shifted, **setting).checksum == made.checksum
+    assert manifest_of(shifted).checksum == made.checksum
+
+
 def test_another_set_holds_the_same_kind(tmp_path: Path) -> None:
     _, other = open_both(DataConfig(source="tiny", other_set="tiny"), tmp_path)
     assert other is not None

@@ -57,6 +57,7 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
             raise ConfigError(broken("partition.manifest", "name a JSON file for scheme 'manifest'", None))
         manifest = Manifest.load(partition.manifest)
         manifest.check(source)
+        _check_made_with(manifest, data)
         check_groups(source, "partition.manifest", [lists.values for lists in manifest.clients.parts.values()])
         if data.validation is None or manifest.clients.validation is not None:
             return manifest
@@ -92,6 +93,16 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
             "data": data.model_dump(mode="json", exclude={"source", "format", "resize"}),
         },
     )
+
+
+def _check_made_with(manifest: Manifest, data: DataConfig) -> None:
+    """A manifest decides which images train: a config that asks for other ones would name what it does not do."""
+    made_with = manifest.scheme.get("data")
+    for name in ("unseen_domain", "imbalance"):
+        value = getattr(data, name)
+        if value is not None and (not isinstance(made_with, dict) or made_with.get(name) != value):
+            rule = "be absent with a partition.manifest that was made without it"
+            raise ConfigError(broken(f"data.{name}", rule, value))
 
 
 def without_domain(supply: Supply, name: str) -> tuple[Supply, np.ndarray]:
