@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import run
 
 from fedprompt.config import DataConfig, PartitionConfig
 from fedprompt.data.partition.divide import make_manifest
@@ -107,3 +108,9 @@ def test_another_set_holds_the_same_kind(tmp_path: Path) -> None:
 def test_two_tests_of_names_are_refused() -> None:
     with pytest.raises((ConfigError, ValueError), match=r"must be absent where data\.novel"):
         DataConfig(source="tiny", novel=0.4, other_set="tiny")
+
+
+def test_simulated_nodes_are_not_tested_on_another_set(settings: Any) -> None:
+    names = {"data": {"source": "tiny", "other_set": "tiny"}, "backbone": {"name": "tiny-clip"}, "method": "promptfl"}
+    with pytest.raises(ConfigError, match=r"data\.other_set must be absent with engine\.kind: flower-simulation"):
+        run(settings(engine={"kind": "flower-simulation"}, **names))
