@@ -280,7 +280,8 @@ def as_list(pictures: Picture | Sequence[Picture]) -> Sequence[Picture]:
 def text(sentence: object) -> str:
     """A sentence to classify."""
     if not isinstance(sentence, str) or not sentence.strip():
-        raise DataError(broken("sentence", "be a text: the backbone reads sentences", sentence))
+        found = sentence if isinstance(sentence, str) else type(sentence).__name__
+        raise DataError(broken("sentence", "be a text: the backbone reads sentences", found))
     return sentence
 
 

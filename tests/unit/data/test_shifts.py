@@ -114,3 +114,15 @@ def test_simulated_nodes_are_not_tested_on_another_set(settings: Any) -> None:
     names = {"data": {"source": "tiny", "other_set": "tiny"}, "backbone": {"name": "tiny-clip"}, "method": "promptfl"}
     with pytest.raises(ConfigError, match=r"data\.other_set must be absent with engine\.kind: flower-simulation"):
         run(settings(engine={"kind": "flower-simulation"}, **names))
+
+
+def test_another_set_that_is_not_there_is_called_by_its_own_setting(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^data\.other_set: data\.source must be .* got 'nowhere'"):
+        open_both(DataConfig(source="tiny", other_set="nowhere"), tmp_path)
+
+
+def test_a_set_without_domains_has_none_to_leave_out() -> None:
+    source = TinySource()
+    source.domains, source.domain_names = np.zeros(len(source), dtype=np.int64), ("all",)
+    with pytest.raises(DataError, match=r"data\.unseen_domain must be absent for a set without several domains"):
+        make_manifest(source, DataConfig(source="tiny", unseen_domain="all"), PartitionConfig(scheme="iid"), seed=0)

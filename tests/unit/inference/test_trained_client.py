@@ -23,7 +23,7 @@ from fedprompt.errors import BackboneError, ConfigError, DataError, RunError
 from fedprompt.experiment.sites import SitesExperiment
 from fedprompt.inference.adapt import adapt
 from fedprompt.inference.loaded_run import LoadedRun
-from fedprompt.inference.trained_client import Prediction, TrainedClient
+from fedprompt.inference.trained_client import Prediction, TrainedClient, text
 from fedprompt.runs.run import Run
 
 pytestmark = pytest.mark.unit
@@ -229,3 +229,8 @@ def test_uncertainty_is_that_of_the_formula() -> None:
 
 def test_one_draw_has_no_mutual_information() -> None:
     assert Prediction(torch.tensor([[[0.9, 0.1]]], dtype=torch.float64)).mutual_information is None
+
+
+def test_an_image_for_a_backbone_of_sentences_is_named_and_not_printed() -> None:
+    with pytest.raises(DataError, match=r"sentence must be a text: the backbone reads sentences, got 'Image'$"):
+        text(Image.new("RGB", (2, 2)))

@@ -108,7 +108,9 @@ def _check_made_with(manifest: Manifest, data: DataConfig) -> None:
 def without_domain(supply: Supply, name: str) -> tuple[Supply, np.ndarray]:
     """The images of the other domains, and the test images of this one."""
     found = same_name(name, supply.domain_names)
-    if found is None or len(supply.domain_names) == 1:
+    if len(supply.domain_names) == 1:
+        raise DataError(broken("data.unseen_domain", "be absent for a set without several domains", name))
+    if found is None:
         rule = f"be one of several domains ({', '.join(supply.domain_names)})"
         raise DataError(broken("data.unseen_domain", rule, name) + did_you_mean(name, supply.domain_names))
     number = supply.domain_names.index(found)

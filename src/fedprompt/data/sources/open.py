@@ -66,7 +66,10 @@ def open_both(config: DataConfig, cache: Path) -> tuple[Source, Source | None]:
 def _other_set(config: DataConfig, own: Source, cache: Path) -> Source:
     """The set whose class names the clients are asked for at the end."""
     assert config.other_set is not None
-    other = open_whole(DataConfig(source=config.other_set), cache)
+    try:
+        other = open_whole(DataConfig(source=config.other_set), cache)
+    except DataError as error:
+        raise DataError(f"data.other_set: {error}") from error
     if other.holds != own.holds:
         raise DataError(broken("data.other_set", f"hold {own.holds} as data.source does", other.holds))
     return other
