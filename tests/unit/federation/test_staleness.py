@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from remote_run import Recorder, kept_tensors, run_remotely, tiny_settings
-from support import shared_tensors, worst_difference
+from support import StopAfter, Stopped, shared_tensors, worst_difference
 
 from fedprompt import config as configuration
 from fedprompt.core.messages import Failure, LocalUpdate
@@ -217,6 +217,20 @@ def test_it_counts_also_when_its_client_is_not_drawn_again(tmp_path: Path) -> No
     run = run_late(tmp_path, post, staleness=0.5, away={"client_1": [ROUND + 1, ROUNDS]})
     assert incidents(run) == [(ROUND, SLOW, "refused"), (ROUND + 1, SLOW, "late")]
     assert SLOW not in run.rounds()[ROUND + 1].cohort
+
+
+def test_a_resumed_run_waits_no_longer_and_its_site_begins_anew(tmp_path: Path) -> None:
+    settings = tiny_settings(
+        tmp_path, "late", federation={"rounds": ROUNDS, "evaluate_every": ROUNDS, "staleness": 0.5}
+    )
+    before, after = Delayed(asked=99), Recorder()
+    with pytest.raises(Stopped):
+        run_remotely(settings, before, StopAfter(ROUND))
+    run = run_remotely(settings, after)
+    assert incidents(run) == [(ROUND, SLOW, "refused")]
+    (first, _), (again, _) = trained(before, ROUND - 1)[SLOW], trained(after, ROUND + 1)[SLOW]
+    assert again.state == again.committed == first.keep_as, "what it keeps is of its last round that counted"
+    assert [each.round for each in run.rounds()] == list(range(ROUNDS + 1))
 
 
 @pytest.mark.parametrize(
