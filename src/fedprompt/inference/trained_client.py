@@ -210,7 +210,7 @@ class TrainedClient:
         backbone's size. If the backbone reads sentences: for one text or several.
 
         Random draws of a Bayesian prompt come from `generator`; a new one of `stream()` unless given. The client's test
-        images in their order give exactly the numbers of the run's evaluation.
+        images in their order give exactly the numbers of the run's evaluation, unless that had `test_classes: own`.
         """
         pixels = pictures if is_pixels(pictures) else self.pixels(as_list(pictures))
         generator = generator or self.stream()

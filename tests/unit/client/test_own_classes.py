@@ -12,6 +12,9 @@ from support import experiment, run
 
 from fedprompt.client.client_states import ClientStates
 from fedprompt.data.partition.index_lists import IndexLists
+from fedprompt.inference.loaded_run import LoadedRun
+from fedprompt.inference.run_metrics import predicted
+from fedprompt.inference.uncertainty import answers
 from fedprompt.runs.novel_figures import stored_figures
 from fedprompt.runs.run import Run
 
@@ -71,3 +74,15 @@ def test_the_common_test_of_class_names_stays_among_all_of_them(settings: Any, t
     assert found[0]["base"] < 1
     assert found[1] is not None
     assert found[1]["base"] == found[0]["base"]
+
+
+def test_figures_that_are_computed_again_are_those_of_the_run(settings: Any) -> None:
+    shared = {"method": {"name": "head_tune", "head": "shared"}}
+    done = run(settings(name="own", partition=DISJOINT, federation={"rounds": 2, "test_classes": "own"}, **shared))
+    wanted = sum(figures(done, "correct"))
+    found = answers(done, trust_config=True)
+    assert (found.draws.mean(0).argmax(-1) == found.labels).sum() == wanted
+    opened = LoadedRun.open(done, trust_config=True)
+    again = [(each[1], each[2]) for each in predicted(opened)]
+    opened.close()
+    assert sum(int((draws.argmax(-1) == labels).sum()) for labels, draws in again) == wanted
