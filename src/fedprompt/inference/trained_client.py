@@ -231,7 +231,8 @@ class TrainedClient:
     def pixels(self, pictures: Iterable[Picture]) -> np.ndarray:
         """Pictures as pixels (B, S, S, 3) uint8, resized as in the run; sentences as token numbers (B, T)."""
         if isinstance(self.backbone, SentenceEncoder):
-            return np.stack([self.backbone.ids(text(picture)) for picture in pictures])
+            rows = [self.backbone.ids(text(picture)) for picture in pictures]
+            return np.stack(rows) if rows else np.empty((0, self.backbone.shape.max_tokens), dtype=np.int32)
         size, resize = self.backbone.shape.image_size, self.config.data.resize
         found = [resized(decoded(picture), size, resize) for picture in pictures]
         return np.stack(found) if found else np.empty((0, size, size, 3), dtype=np.uint8)
