@@ -12,9 +12,12 @@ from support import run
 from fedprompt.config import DataConfig, PartitionConfig
 from fedprompt.data.partition.divide import make_manifest
 from fedprompt.data.partition.split import long_tail
+from fedprompt.data.sources import open as sources
 from fedprompt.data.sources.open import open_both
 from fedprompt.data.sources.synthetic import DOMAINS, TinySource
 from fedprompt.errors import ConfigError, DataError
+from fedprompt.evaluation.leak_audit import open_audit
+from fedprompt.inference.uncertainty import answers
 
 pytestmark = pytest.mark.unit
 
@@ -126,3 +129,16 @@ def test_a_set_without_domains_has_none_to_leave_out() -> None:
     source.domains, source.domain_names = np.zeros(len(source), dtype=np.int64), ("all",)
     with pytest.raises(DataError, match=r"data\.unseen_domain must be absent for a set without several domains"):
         make_manifest(source, DataConfig(source="tiny", unseen_domain="all"), PartitionConfig(scheme="iid"), seed=0)
+
+
+def test_a_run_file_does_not_say_which_other_set_is_opened(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of a stranger may name any path or hub id there; whoever measures with its model never needs it."""
+    names = {"data": {"source": "tiny", "other_set": "groceries"}, "backbone": {"name": "tiny-clip"}}
+    opened: list[str] = []
+    monkeypatch.setattr(sources, "open_whole", lambda config, cache: opened.append(config.source) or TinySource())
+    done = run(settings(method="promptfl", federation={"rounds": 1}, **names))
+    assert "groceries" in opened
+    opened.clear()
+    answers(done)
+    open_audit(done)
+    assert set(opened) == {"tiny"}

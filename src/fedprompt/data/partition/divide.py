@@ -90,7 +90,7 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
         scheme={
             **partition.model_dump(mode="json", exclude={"manifest"}),
             "seed": seed,
-            "data": data.model_dump(mode="json", exclude={"source", "format", "resize"}),
+            "data": data.model_dump(mode="json", exclude={"source", "other_set", "format", "resize"}),
         },
     )
 

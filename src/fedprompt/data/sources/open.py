@@ -52,7 +52,7 @@ def register_source(name: str) -> Callable[[Given], Given]:
 
 def open_source(config: DataConfig, cache: Path) -> Source:
     """The images of `data.source` that `data.classes`, `data.per_domain` and `data.novel` leave to the federation."""
-    return open_both(config, cache)[0]
+    return open_both(config.model_copy(update={"other_set": None}), cache)[0]
 
 
 def open_both(config: DataConfig, cache: Path) -> tuple[Source, Source | None]:
