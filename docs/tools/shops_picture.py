@@ -23,7 +23,13 @@ from fedprompt.io.files import cache_directory
 
 SHOPS, PHOTOS = 3, 4
 PICTURE = Path(__file__).parents[1] / "pictures" / "shops.jpg"
-TITLES = {"local": "alone", "head_tune": "one model", "pfedbayespt": "pFedBayesPT", "pep_fedpt": "PEP-FedPT", "pfedmoap": "pFedMoAP"}
+TITLES = {
+    "local": "alone",
+    "head_tune": "one model",
+    "pfedbayespt": "pFedBayesPT",
+    "pep_fedpt": "PEP-FedPT",
+    "pfedmoap": "pFedMoAP",
+}
 RIGHT, WRONG = "#1a7f37", "#b3261e"
 
 

@@ -29,7 +29,7 @@ from fedprompt.backbones.key_mapping import canonical
 from fedprompt.backbones.model_folder import folder_kind
 from fedprompt.backbones.preprocessing import preprocessing
 from fedprompt.backbones.random_weights import TINY_CLIP_SHAPE, TINY_SHAPE, tiny_bert, tiny_clip, tiny_vit
-from fedprompt.backbones.sentence_encoder import minilm_encoder
+from fedprompt.backbones.sentence_encoder import SentenceEncoder, minilm_encoder
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import ViT
 from fedprompt.backbones.weight_cache import kept
@@ -75,6 +75,8 @@ def load_backbone(config: BackboneConfig, cache: Path) -> ViT:
     backbone = _elsewhere(config, cache) if build is None else build(config, cache)
     if not isinstance(backbone, ViT):
         raise ContractError(broken(f"backbone.name {config.name!r}", "give a fedprompt.backbones.vit.ViT", backbone))
+    if config.max_tokens is not None and not isinstance(backbone, SentenceEncoder):
+        raise BackboneError(broken("backbone.max_tokens", "be absent for a backbone of images", config.max_tokens))
     return backbone.autocasting() if config.autocast else backbone
 
 

@@ -24,6 +24,7 @@ OPTIONAL = {
     "dp-accounting": "dp",
     "faiss-cpu": "index",
     "optuna": "tune",
+    "prometheus-client": "metrics",
     "pydicom": "medical",
     "nibabel": "medical",
     "tensorboard": "trackers",

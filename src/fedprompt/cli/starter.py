@@ -16,7 +16,7 @@ from fedprompt.cli.completion import complete_backbone, complete_method, complet
 from fedprompt.cli.options import AsJson, Overrides, Plugins, Quiet, Seeds, emit, load
 from fedprompt.cli.run_configs import launch, say
 from fedprompt.config.shipped_configs import FOLDER
-from fedprompt.errors import ConfigError, StorageError, broken, did_you_mean, same_name
+from fedprompt.errors import ConfigError, DataError, StorageError, broken, did_you_mean, same_name
 from fedprompt.io.safe_text import safe_line, safe_text
 
 if TYPE_CHECKING:
@@ -64,6 +64,9 @@ def init(
     if target.exists() and not force:
         raise ConfigError(broken("--output", "be a file that does not exist yet, or --force be given", str(target)))
     opened = open_whole(DataConfig(source=source), cache_directory())
+    if opened.holds == "sentences":
+        instead = "; for texts write a config with backbone.name: minilm, as docs/texts.md shows"
+        raise DataError(broken("PATH", "hold images", opened.holds) + instead)
     found = survey(opened, Path(source).expanduser())
     if not as_json:
         typer.echo(safe_text("\n".join(map(safe_line, _description(opened.name, found)))))

@@ -30,6 +30,16 @@ from fedprompt.tensors import Tensors
 Predicted = tuple[Tensor, dict[str, float]]  # probabilities (V, images, C) of V draws, and the method's own numbers
 
 
+def among_classes_of(labels: Tensor, probabilities: Tensor) -> Tensor:
+    """Probabilities among the classes of a client's training images; a newcomer without any has all."""
+    if not len(labels):
+        return probabilities
+    own = torch.zeros(probabilities.shape[-1], dtype=torch.bool, device=probabilities.device)
+    own[labels.unique().to(own.device)] = True
+    among = probabilities * own
+    return among / among.sum(-1, keepdim=True).clamp_min(torch.finfo(among.dtype).tiny)
+
+
 class Means:
     """Averages of named numbers over samples."""
 
@@ -93,14 +103,7 @@ class Testing:
         return found
 
     def _among_own(self, client: int, probabilities: Tensor) -> Tensor:
-        """Probabilities among the classes of the client's training images; a newcomer without any has all."""
-        labels = self.bank.images(client, "train").labels
-        if not len(labels):
-            return probabilities
-        own = torch.zeros(probabilities.shape[-1], dtype=torch.bool, device=probabilities.device)
-        own[labels.unique()] = True
-        among = probabilities * own
-        return among / among.sum(-1, keepdim=True).clamp_min(torch.finfo(among.dtype).tiny)
+        return among_classes_of(self.bank.images(client, "train").labels, probabilities)
 
     def _groups(
         self, params: Mapping[int, Tensors], images: Mapping[int, Images]

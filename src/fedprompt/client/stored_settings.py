@@ -24,7 +24,8 @@ def settings_here(
 ) -> Config:
     """The settings of a run on this machine, with the places that were given. A compiled backbone takes long, and rounds otherwise."""
     given = {"name": None if weights is None else str(weights), "device": device}
-    engine, output, source = config.engine.model_copy(update={"compile": False}), config.output, config.data
+    engine, output = config.engine.model_copy(update={"compile": False}), config.output
+    source = config.data.model_copy(update={"other_set": None})  # only the run itself is tested on it
     if not trust:
         own = EngineConfig()
         room = {"memory_gib": own.memory_gib, "disk_gib": own.disk_gib, "workers": own.workers}

@@ -53,7 +53,8 @@ class BaseToNovel:
     def prepare(
         cls, federation: ClientRuntime, source: Source, manifest: Manifest, novel: Source, backbone: ViT, cache: Path
     ) -> BaseToNovel:
-        config = federation.config
+        config, among = federation.config, {"test_classes": "all"}  # a client's own classes are no matter here
+        config = config.model_copy(update={"federation": config.federation.model_copy(update=among)})
 
         def runtime(world: World, images: Source, indices: np.ndarray) -> ClientRuntime:
             pixels = open_store(images, backbone, config.data.resize, cache)

@@ -166,9 +166,10 @@ class Experiment:
 
         for field, value, instead in (
             ("data.novel", self.config.data.novel, "0"),
+            ("data.other_set", self.config.data.other_set, "absent"),
             ("federation.evaluate_on", self.config.federation.evaluate_on, "test"),
         ):
-            if value not in (0, "test"):
+            if value not in (0, None, "test"):
                 rule = (
                     f"be {instead} with engine.kind: flower-simulation, whose clients keep their states to themselves"
                 )

@@ -20,7 +20,7 @@ from fedprompt.core.method import require_text_tower
 from fedprompt.data.partition.client_names import NumberedNames
 from fedprompt.data.partition.divide import make_manifest
 from fedprompt.data.partition.manifest import Manifest
-from fedprompt.data.sources.open import open_source
+from fedprompt.data.sources.open import open_both
 from fedprompt.errors import BackboneError, ConfigError, broken
 from fedprompt.experiment.experiment import check_extensions
 
@@ -67,7 +67,7 @@ class Rehearsal:
         if self._deep:
             key = repr((config.data, config.partition, config.seed))
             if key not in self._divided:
-                source = open_source(config.data, factory.cache)
+                source, _ = open_both(config.data, factory.cache)
                 self._divided[key] = make_manifest(source, config.data, config.partition, config.seed)
             manifest = self._divided[key]
             return manifest.class_names, list(manifest.clients.names)

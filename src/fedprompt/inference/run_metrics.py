@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedprompt.client.local_evaluation import among_classes_of
 from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.inference.loaded_run import LoadedRun
 from fedprompt.inference.trained_client import TrainedClient
@@ -54,6 +55,8 @@ def predicted(opened: LoadedRun) -> Iterator[tuple[str, np.ndarray, np.ndarray, 
     for number in sorted(tested):
         client = TrainedClient.open(opened, number)
         images = bank.images(number, "test")
-        found = client.predict(images.store.pixels(images.indices)).probabilities.numpy()
+        found = client.predict(images.store.pixels(images.indices)).probabilities
+        if run.config.federation.test_classes == "own":
+            found = among_classes_of(bank.images(number, "train").labels, found)
         domains = np.array([domain_names[each] if domain_names else str(each) for each in images.domains])
-        yield client.name, images.labels.cpu().numpy(), found, domains
+        yield client.name, images.labels.cpu().numpy(), found.numpy(), domains

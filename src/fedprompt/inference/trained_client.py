@@ -210,7 +210,7 @@ class TrainedClient:
         backbone's size. If the backbone reads sentences: for one text or several.
 
         Random draws of a Bayesian prompt come from `generator`; a new one of `stream()` unless given. The client's test
-        images in their order give exactly the numbers of the run's evaluation.
+        images in their order give exactly the numbers of the run's evaluation, unless that had `test_classes: own`.
         """
         pixels = pictures if is_pixels(pictures) else self.pixels(as_list(pictures))
         generator = generator or self.stream()
@@ -231,7 +231,8 @@ class TrainedClient:
     def pixels(self, pictures: Iterable[Picture]) -> np.ndarray:
         """Pictures as pixels (B, S, S, 3) uint8, resized as in the run; sentences as token numbers (B, T)."""
         if isinstance(self.backbone, SentenceEncoder):
-            return np.stack([self.backbone.ids(text(picture)) for picture in pictures])
+            rows = [self.backbone.ids(text(picture)) for picture in pictures]
+            return np.stack(rows) if rows else np.empty((0, self.backbone.shape.max_tokens), dtype=np.int32)
         size, resize = self.backbone.shape.image_size, self.config.data.resize
         found = [resized(decoded(picture), size, resize) for picture in pictures]
         return np.stack(found) if found else np.empty((0, size, size, 3), dtype=np.uint8)
@@ -280,7 +281,8 @@ def as_list(pictures: Picture | Sequence[Picture]) -> Sequence[Picture]:
 def text(sentence: object) -> str:
     """A sentence to classify."""
     if not isinstance(sentence, str) or not sentence.strip():
-        raise DataError(broken("sentence", "be a text: the backbone reads sentences", sentence))
+        found = sentence if isinstance(sentence, str) else type(sentence).__name__
+        raise DataError(broken("sentence", "be a text: the backbone reads sentences", found))
     return sentence
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedprompt.client.local_evaluation import among_classes_of
 from fedprompt.client.step import forward, make_batch
 from fedprompt.core.method import Method
 from fedprompt.errors import ConfigError, RunError, broken
@@ -81,12 +82,13 @@ def _answers(opened: LoadedRun) -> Answers:
     known, labels, unknown = [], [], []
     for number, images in everyone.items():
         client = TrainedClient.open(opened, number)
-        known.append(predicted(client, images, client.stream()))
+        train = bank.images(number, "train")
+        known.append(predicted(client, images, train, client.stream()))
         labels.append(images.labels.cpu().numpy())
-        strange = _of_unknown_classes(bank.images(number, "train"), list(everyone.values()))
+        strange = _of_unknown_classes(train, list(everyone.values()))
         if len(strange):
             drawn = stream(run.config.seed, opened.round, number, "unknown classes")
-            unknown.append(predicted(client, strange, drawn))
+            unknown.append(predicted(client, strange, train, drawn))
     nothing = known[0][:, :0]
     return Answers(np.concatenate(known, 1), np.concatenate(labels), np.concatenate([nothing, *unknown], 1))
 
@@ -111,8 +113,8 @@ def _of_unknown_classes(train: Images, tests: Sequence[Images]) -> Images:
     return Images.of(train.tables, np.unique(indices[chosen]))
 
 
-def predicted(client: TrainedClient, images: Images, generator: Stream) -> Array:
-    """(V, n, C) for images whose features are cached, in batches as in an evaluation."""
+def predicted(client: TrainedClient, images: Images, train: Images, generator: Stream) -> Array:
+    """(V, n, C) for images whose features are cached, in batches and among classes as in an evaluation."""
     found = []
     with torch.no_grad():
         for start in range(0, len(images), client.batch_size):
@@ -121,8 +123,11 @@ def predicted(client: TrainedClient, images: Images, generator: Stream) -> Array
             noise = client.noise(len(positions), generator)
             seen = forward(client.method, client.world, client.params, images, positions, batch, noise)
             found.append(client.method.predict(client.world, client.params, seen, batch, noise))
-    together: Array = torch.cat(found, dim=1).to("cpu", torch.float64).numpy()
-    return together
+    together = torch.cat(found, dim=1).to("cpu", torch.float64)
+    if client.config.federation.test_classes == "own":
+        together = among_classes_of(train.labels, together)
+    probabilities: Array = together.numpy()
+    return probabilities
 
 
 def ensemble(members: Sequence[Answers]) -> Answers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ class Axis:
 
 
 def setting(run: Run, field: str) -> Any:
-    """The value of `section.field` in the config of a run."""
-    value: Any = run.config.model_dump(mode="json")
+    """The value of `section.field` in the config of a run, also of a default that is not written down."""
+    value: Any = run.config
     for step in field.split("."):
-        value = value[step]
+        value = value[step] if isinstance(value, Mapping) else getattr(value, step)
     return value

@@ -16,7 +16,7 @@ from fedprompt.config import NO_RESULT, difference
 from fedprompt.runs.run import Run
 
 # settings that must agree before two accuracies can be compared at all
-MEASURED = ("evaluate_at", "evaluate_on", "evaluate_clients", "never_picked")
+MEASURED = ("evaluate_at", "evaluate_on", "evaluate_clients", "never_picked", "test_classes")
 TASK = ("data", "partition", "backbone", "federation.held_out", *(f"federation.{name}" for name in MEASURED))
 BUDGET = ("federation",)  # settings of the length of training and of the measurement
 IGNORED = (*NO_RESULT, "seed")  # settings that `Config.family` ignores
@@ -183,7 +183,11 @@ def written(value: Any) -> str:
 
 def settings_of(run: Run) -> Settings:
     """What decides whether runs can be compared: the settings, and the images and weights."""
-    return flatten(run.config.model_dump(mode="json", include={*TASK, *BUDGET})) | found_by(run)
+    federation = run.config.federation
+    measured = {
+        f"federation.{name}": getattr(federation, name) for name in MEASURED
+    }  # a default may be absent in a dump
+    return flatten(run.config.model_dump(mode="json", include={*TASK, *BUDGET})) | measured | found_by(run)
 
 
 def section(settings: Settings, names: Sequence[str]) -> Settings:

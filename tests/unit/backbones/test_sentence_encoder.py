@@ -199,3 +199,8 @@ def test_a_folder_without_its_words_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(BackboneError, match=r"must hold a tokenizer\.json"):
         load_backbone(BackboneConfig(name=str(folder)), folder)
+
+
+def test_a_backbone_of_images_has_no_longest_sentence(tmp_path: Path) -> None:
+    with pytest.raises(BackboneError, match=r"backbone\.max_tokens must be absent for a backbone of images, got 30"):
+        load_backbone(BackboneConfig(name="tiny", max_tokens=30), tmp_path)

@@ -215,3 +215,13 @@ def test_an_interrupted_question_writes_nothing(fedprompt: Any, photos: Path, tm
     monkeypatch.setattr("fedprompt.cli.starter.typer.prompt", prompt)
     monkeypatch.setattr("fedprompt.cli.starter.sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
     assert (fedprompt("init", "photos").code, (tmp_path / "photos.yaml").exists()) == (130, False)
+
+
+def test_texts_are_refused_with_what_to_do_instead(fedprompt: Any, tmp_path: Path) -> None:
+    rows = "".join(f"words {number},{('yes', 'no')[number % 2]}\n" for number in range(20))
+    (tmp_path / "reviews.csv").write_text("text,label\n" + rows)
+    told = fedprompt("init", "reviews.csv")
+    assert told.code == 3
+    assert "PATH must hold images, got 'sentences'" in told.err
+    assert "backbone.name: minilm" in told.err
+    assert not (tmp_path / "reviews.yaml").exists()

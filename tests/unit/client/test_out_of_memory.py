@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from support import experiment, run, shared_tensors
 
 import fedprompt.client.local_evaluation as local_evaluation
 import fedprompt.client.local_training as local_training
+import fedprompt.client.recorded_step as recorded_step
 from fedprompt.client.out_of_memory import is_out_of_memory
 from fedprompt.core.method import Method
 from fedprompt.federation.observer import Observer
@@ -83,6 +85,34 @@ def test_training_goes_on_with_half_of_the_clients(
     ]
     assert [text.partition(" with")[0] for text in shown.warnings] == ["out of memory"] * 2
     assert max(shown.shares, default=1.0) <= 1.0
+
+
+@pytest.mark.parametrize("when", ["recorded", "played"])
+def test_steps_that_are_recorded_go_on_with_half_of_the_clients(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Clients of different sizes: batches change from step to step, and clients fall off."""
+    uneven = {"partition": {"scheme": "dirichlet", "clients": CLIENTS, "alpha": 1.0}, "data": {}}
+    steps = {"method": "head_tune", "train": {"epochs": 4, "batch_size": 4}, **uneven}
+    plain = run({**settings_of(settings, "plain"), **steps})
+    failed: list[int] = []
+
+    def limited(real: Callable[..., Any], *given: Any) -> Any:
+        clients = len(given[-1][0])
+        if clients > 3:
+            failed.append(clients)
+            raise torch.OutOfMemoryError("no room")
+        return real(*given)
+
+    if when == "recorded":
+        monkeypatch.setattr(recorded_step, "record", partial(limited, recorded_step.record))
+    else:
+        played = recorded_step.Program.__call__
+        monkeypatch.setattr(recorded_step.Program, "__call__", lambda *given: limited(played, *given))
+    halved = run({**settings_of(settings, "halved"), **steps})
+    close(halved, plain)
+    assert failed
+    assert failed == sorted(failed, reverse=True)
 
 
 def test_testing_goes_on_with_half_of_the_clients(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedprompt.config import DataConfig
+from fedprompt.data.partition.split import train_and_test
 from fedprompt.data.sources.open import open_source
 from fedprompt.data.sources.sentences import SentenceSource
 from fedprompt.data.sources.subset import of_classes
@@ -103,3 +104,25 @@ def test_sentences_are_no_images_and_images_no_sentences(tmp_path: Path) -> None
         opened(written(tmp_path, "csv")).image(0)
     with pytest.raises(DataError, match="must be a sentence, got 'an image'"):
         open_source(DataConfig(source="tiny"), tmp_path).sentence(0)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_texts_of_one_group_stay_on_one_side(tmp_path: Path, kind: str) -> None:
+    rows: dict[str, list[Any]] = {
+        "text": [f"words {i}" for i in range(40)],
+        "label": [("no", "yes")[i % 2] for i in range(40)],
+        "group": [f"writer {i // 4}" for i in range(40)],
+    }
+    source = opened(written(tmp_path, kind, rows))
+    assert source.groups is not None
+    assert np.array_equal(source.groups, np.arange(40) // 4)
+    train, test = train_and_test(source, DataConfig(source="set"))
+    assert not set(source.groups[train]) & set(source.groups[test])
+
+
+@pytest.mark.parametrize("column", ["rank", "group"])
+def test_the_fingerprint_follows_what_decides_the_split(tmp_path: Path, column: str) -> None:
+    found = {opened(written(tmp_path, "csv")).fingerprint}
+    for numbers in ([0, 1, 2, 3], [0, 1, 1, 0], [0, 0, 1, 1]):
+        found.add(opened(written(tmp_path, "csv", {**ROWS, column: numbers})).fingerprint)
+    assert len(found) == 4

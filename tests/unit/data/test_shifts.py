@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import run
 
 from fedprompt.config import DataConfig, PartitionConfig
 from fedprompt.data.partition.divide import make_manifest
 from fedprompt.data.partition.split import long_tail
+from fedprompt.data.sources import open as sources
 from fedprompt.data.sources.open import open_both
 from fedprompt.data.sources.synthetic import DOMAINS, TinySource
 from fedprompt.errors import ConfigError, DataError
+from fedprompt.evaluation.leak_audit import open_audit
+from fedprompt.inference.uncertainty import answers
 
 pytestmark = pytest.mark.unit
 
@@ -81,6 +85,22 @@ def test_a_long_tail_keeps_every_class() -> None:
     assert np.bincount(labels[long_tail(np.arange(15), labels, 1e6)]).tolist() == [10, 1, 1]
 
 
+@pytest.mark.parametrize(
+    "setting", [{"unseen_domain": DOMAINS[1]}, {"imbalance": 4.0}], ids=lambda each: next(iter(each))
+)
+def test_a_manifest_of_other_images_is_not_taken_for_a_shift(tmp_path: Path, setting: dict[str, Any]) -> None:
+    usual, shifted = (
+        {"scheme": "manifest", "manifest": str(tmp_path / f"{name}.json")} for name in ("usual", "shifted")
+    )
+    manifest_of({"scheme": "iid", "clients": 3}).save(Path(usual["manifest"]))
+    made = manifest_of({"scheme": "iid", "clients": 3}, **setting)
+    made.save(Path(shifted["manifest"]))
+    with pytest.raises(ConfigError, match=rf"data\.{next(iter(setting))} must be absent with a partition.manifest"):
+        manifest_of(usual, **setting)
+    assert manifest_of(shifted, **setting).checksum == made.checksum
+    assert manifest_of(shifted).checksum == made.checksum
+
+
 def test_another_set_holds_the_same_kind(tmp_path: Path) -> None:
     _, other = open_both(DataConfig(source="tiny", other_set="tiny"), tmp_path)
     assert other is not None
@@ -91,3 +111,34 @@ def test_another_set_holds_the_same_kind(tmp_path: Path) -> None:
 def test_two_tests_of_names_are_refused() -> None:
     with pytest.raises((ConfigError, ValueError), match=r"must be absent where data\.novel"):
         DataConfig(source="tiny", novel=0.4, other_set="tiny")
+
+
+def test_simulated_nodes_are_not_tested_on_another_set(settings: Any) -> None:
+    names = {"data": {"source": "tiny", "other_set": "tiny"}, "backbone": {"name": "tiny-clip"}, "method": "promptfl"}
+    with pytest.raises(ConfigError, match=r"data\.other_set must be absent with engine\.kind: flower-simulation"):
+        run(settings(engine={"kind": "flower-simulation"}, **names))
+
+
+def test_another_set_that_is_not_there_is_called_by_its_own_setting(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^data\.other_set: data\.source must be .* got 'nowhere'"):
+        open_both(DataConfig(source="tiny", other_set="nowhere"), tmp_path)
+
+
+def test_a_set_without_domains_has_none_to_leave_out() -> None:
+    source = TinySource()
+    source.domains, source.domain_names = np.zeros(len(source), dtype=np.int64), ("all",)
+    with pytest.raises(DataError, match=r"data\.unseen_domain must be absent for a set without several domains"):
+        make_manifest(source, DataConfig(source="tiny", unseen_domain="all"), PartitionConfig(scheme="iid"), seed=0)
+
+
+def test_a_run_file_does_not_say_which_other_set_is_opened(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of a stranger may name any path or hub id there; whoever measures with its model never needs it."""
+    names = {"data": {"source": "tiny", "other_set": "groceries"}, "backbone": {"name": "tiny-clip"}}
+    opened: list[str] = []
+    monkeypatch.setattr(sources, "open_whole", lambda config, cache: opened.append(config.source) or TinySource())
+    done = run(settings(method="promptfl", federation={"rounds": 1}, **names))
+    assert "groceries" in opened
+    opened.clear()
+    answers(done)
+    open_audit(done)
+    assert set(opened) == {"tiny"}

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from remote_run import Recorder, kept_tensors, run_remotely, tiny_settings
-from support import shared_tensors, worst_difference
+from support import StopAfter, Stopped, shared_tensors, worst_difference
 
 from fedprompt import config as configuration
 from fedprompt.core.messages import Failure, LocalUpdate
@@ -235,6 +235,20 @@ def test_late_updates_of_others_are_no_quorum_of_a_cohort(tmp_path: Path) -> Non
     late = {"staleness": 0.1, "rounds": ROUNDS, "evaluate_every": ROUNDS, "away": {"client_1": [ROUND + 1, ROUNDS]}}
     with pytest.raises(QuorumError):
         run_remotely(tiny_settings(tmp_path, "alone", federation=late, guard={"quorum": 0.3}), Alone())
+
+
+def test_a_resumed_run_waits_no_longer_and_its_site_begins_anew(tmp_path: Path) -> None:
+    settings = tiny_settings(
+        tmp_path, "late", federation={"rounds": ROUNDS, "evaluate_every": ROUNDS, "staleness": 0.5}
+    )
+    before, after = Delayed(asked=99), Recorder()
+    with pytest.raises(Stopped):
+        run_remotely(settings, before, StopAfter(ROUND))
+    run = run_remotely(settings, after)
+    assert incidents(run) == [(ROUND, SLOW, "refused")]
+    (first, _), (again, _) = trained(before, ROUND - 1)[SLOW], trained(after, ROUND + 1)[SLOW]
+    assert again.state == again.committed == first.keep_as, "what it keeps is of its last round that counted"
+    assert [each.round for each in run.rounds()] == list(range(ROUNDS + 1))
 
 
 @pytest.mark.parametrize(

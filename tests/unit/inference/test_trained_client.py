@@ -23,7 +23,7 @@ from fedprompt.errors import BackboneError, ConfigError, DataError, RunError
 from fedprompt.experiment.sites import SitesExperiment
 from fedprompt.inference.adapt import adapt
 from fedprompt.inference.loaded_run import LoadedRun
-from fedprompt.inference.trained_client import Prediction, TrainedClient
+from fedprompt.inference.trained_client import Prediction, TrainedClient, text
 from fedprompt.runs.run import Run
 
 pytestmark = pytest.mark.unit
@@ -229,3 +229,17 @@ def test_uncertainty_is_that_of_the_formula() -> None:
 
 def test_one_draw_has_no_mutual_information() -> None:
     assert Prediction(torch.tensor([[[0.9, 0.1]]], dtype=torch.float64)).mutual_information is None
+
+
+def test_an_image_for_a_backbone_of_sentences_is_named_and_not_printed() -> None:
+    with pytest.raises(DataError, match=r"sentence must be a text: the backbone reads sentences, got 'Image'$"):
+        text(Image.new("RGB", (2, 2)))
+
+
+@pytest.mark.parametrize("several", [[], (), iter([])], ids=["list", "tuple", "iterator"])
+def test_no_text_at_all_is_refused_like_no_image(settings: Any, several: Any) -> None:
+    reader = {"data": {"source": "tiny-text"}, "backbone": {"name": "tiny-bert"}, "federation": {"rounds": 1}}
+    client = run(settings(name="texts", **reader)).client(0)
+    assert len(client.predict(["two", "words"]).labels) == 2
+    with pytest.raises(DataError, match="pictures must hold at least one image"):
+        client.predict(several)

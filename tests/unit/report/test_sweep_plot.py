@@ -152,3 +152,12 @@ def test_a_flat_line_is_not_blown_up(at):
     average, worst = sweep_plot.sweep_curves([at(1, [5, 0]), at(2, [5, 0])], "method.draws").axes
     assert average.get_ylim() == pytest.approx((22, 28))
     assert worst.get_ylim() == pytest.approx((0, 6))
+
+
+def test_a_default_that_is_not_written_down_has_its_place(write):
+    """Settings that are younger than run files are absent from them where they have their default."""
+    sections = [{"rounds": 1}, {"rounds": 1, "test_classes": "own"}]
+    runs = [write(f"run{place}", [[9 - place]], federation=section) for place, section in enumerate(sections)]
+    average, _ = sweep_plot.sweep_curves(runs, "federation.test_classes").axes
+    assert ticks(average) == ["all", "own"]
+    assert lines(average) == [([0, 1], [90.0, 80.0])]

@@ -94,3 +94,17 @@ def test_a_figure_within_the_spread_of_the_best_has_a_mark(write):
     rows = by_task(runs)[0].rows
     assert [line[1].text for line in cells(rows, columns(rows))] == ["80.00 ± 14.14", "75.00 ± 7.07 ≈", "45.00 ± 7.07"]
     assert notes(rows) == ["≈ is behind the bold one by less than the larger of both standard deviations"]
+
+
+def test_an_answer_among_a_clients_own_classes_is_another_task(write):
+    own = {"rounds": 1, "test_classes": "own"}
+    tasks = by_task([write("a", [[9]]), write("b", [[10]], federation=own)], against="fedvpt")
+    assert [[row.label for row in task.rows] for task in tasks] == [["fedvpt"], ["fedvpt"]]
+    assert [task.title for task in tasks] == ["test classes all", "test classes own"]
+    assert all(task.pairs == () for task in tasks)
+
+
+def test_an_unseen_domain_a_long_tail_and_another_set_are_tasks_of_their_own(write):
+    shifts = [{}, {"unseen_domain": "outline"}, {"unseen_domain": "noise"}, {"imbalance": 10.0}, {"other_set": "tiny"}]
+    tasks = by_task([write(f"a{place}", [[9]], data=shift) for place, shift in enumerate(shifts)])
+    assert len(tasks) == len({task.title for task in tasks}) == len(shifts)

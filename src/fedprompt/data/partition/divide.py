@@ -57,6 +57,7 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
             raise ConfigError(broken("partition.manifest", "name a JSON file for scheme 'manifest'", None))
         manifest = Manifest.load(partition.manifest)
         manifest.check(source)
+        _check_made_with(manifest, data)
         check_groups(source, "partition.manifest", [lists.values for lists in manifest.clients.parts.values()])
         if data.validation is None or manifest.clients.validation is not None:
             return manifest
@@ -89,15 +90,27 @@ def make_manifest(source: Source, data: DataConfig, partition: PartitionConfig, 
         scheme={
             **partition.model_dump(mode="json", exclude={"manifest"}),
             "seed": seed,
-            "data": data.model_dump(mode="json", exclude={"source", "format", "resize"}),
+            "data": data.model_dump(mode="json", exclude={"source", "other_set", "format", "resize"}),
         },
     )
+
+
+def _check_made_with(manifest: Manifest, data: DataConfig) -> None:
+    """A manifest decides which images train: a config that asks for other ones would name what it does not do."""
+    made_with = manifest.scheme.get("data")
+    for name in ("unseen_domain", "imbalance"):
+        value = getattr(data, name)
+        if value is not None and (not isinstance(made_with, dict) or made_with.get(name) != value):
+            rule = "be absent with a partition.manifest that was made without it"
+            raise ConfigError(broken(f"data.{name}", rule, value))
 
 
 def without_domain(supply: Supply, name: str) -> tuple[Supply, np.ndarray]:
     """The images of the other domains, and the test images of this one."""
     found = same_name(name, supply.domain_names)
-    if found is None or len(supply.domain_names) == 1:
+    if len(supply.domain_names) == 1:
+        raise DataError(broken("data.unseen_domain", "be absent for a set without several domains", name))
+    if found is None:
         rule = f"be one of several domains ({', '.join(supply.domain_names)})"
         raise DataError(broken("data.unseen_domain", rule, name) + did_you_mean(name, supply.domain_names))
     number = supply.domain_names.index(found)

@@ -52,9 +52,10 @@ def register_source(name: str) -> Callable[[Given], Given]:
 
 def open_source(config: DataConfig, cache: Path) -> Source:
     """The images of `data.source` that `data.classes`, `data.per_domain` and `data.novel` leave to the federation."""
-    return open_both(config.model_copy(update={"other_set": None}), cache)[
-        0
-    ]  # a place that is not needed is not opened
+    chosen, _ = open_both(
+        config.model_copy(update={"other_set": None}), cache
+    )  # a place that is not needed is not opened
+    return chosen
 
 
 def open_both(config: DataConfig, cache: Path) -> tuple[Source, Source | None]:
@@ -68,7 +69,10 @@ def open_both(config: DataConfig, cache: Path) -> tuple[Source, Source | None]:
 def _other_set(config: DataConfig, own: Source, cache: Path) -> Source:
     """The set whose class names the clients are asked for at the end."""
     assert config.other_set is not None
-    other = open_whole(DataConfig(source=config.other_set), cache)
+    try:
+        other = open_whole(DataConfig(source=config.other_set), cache)
+    except DataError as error:
+        raise DataError(f"data.other_set: {error}") from error
     if other.holds != own.holds:
         raise DataError(broken("data.other_set", f"hold {own.holds} as data.source does", other.holds))
     return other
@@ -205,7 +209,7 @@ def kinds() -> list[dict[str, str]]:
         (
             "csv",
             "path/to/set.csv",
-            "columns path or text, label; optional domain, split, rank; or the folder with the file and its images",
+            "columns path or text, label; optional domain, split, rank, group; or the folder with the file and its images",
         ),
         ("cifar10, cifar100", "path/to/folder", "the binary version; the pickled one is refused"),
         ("hub", "hub:owner/name", "a data set of the Hugging Face hub, through `datasets`"),

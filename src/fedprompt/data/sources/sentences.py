@@ -1,4 +1,4 @@
-"""Labelled sentences: columns `text`, `label` and, when there, `domain`, `split` and `rank` of a CSV or parquet file.
+"""Labelled sentences: `text`, `label` and, when there, `domain`, `split`, `rank` and `group` of a CSV or parquet file.
 
 Both kinds of file hold images as well (`csv_table.py`, `parquet.py`). One with a text and no image holds sentences.
 """
@@ -61,6 +61,7 @@ class SentenceSource(Source):
             self.domain_names,
         ]
         rows.append(None if self.splits is None else self.splits.tolist())
+        rows += [column.tolist() for column in (ranks, groups) if column is not None]
         self.fingerprint = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def image(self, index: int) -> Image.Image:
@@ -97,6 +98,7 @@ def csv_sentences(path: Path, required: Sequence[str] = ("label",)) -> SentenceS
         domain_names=csv_table.names_in_order(columns["domain"]) if "domain" in columns else None,
         splits=columns.get("split"),
         ranks=csv_table.rank_numbers(columns["rank"], path.name) if "rank" in columns else None,
+        groups=parquet.group_numbers(columns["group"], path.name) if "group" in columns else None,
     )
 
 
