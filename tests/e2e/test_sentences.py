@@ -67,7 +67,10 @@ def test_unlabelled_sentences_of_a_csv_file_are_predicted(call: Call, place: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("run", "said.yaml", "backbone=tiny", "name=other"), "data.source must hold images for backbone.name 'tiny'"),
+        (
+            ("run", "said.yaml", "backbone=tiny", "backbone.max_tokens=null", "name=other"),
+            "data.source must hold images for backbone.name 'tiny'",
+        ),
         (
             ("run", "said.yaml", "data.source=tiny", "name=other"),
             "data.source must hold sentences for backbone.name 'tiny-bert'",

@@ -55,12 +55,6 @@ def require_partition(config: Config, run: Path, trust: bool) -> None:
         raise _untrusted("partition.manifest", run, config.partition.manifest)
 
 
-def require_other_set(config: Config, run: Path, trust: bool) -> None:
-    """The same for the set whose class names were asked for at the end."""
-    if not trust and config.data.other_set not in (None, *NAMED_SOURCES):
-        raise _untrusted("data.other_set", run, str(config.data.other_set))
-
-
 def _untrusted(field: str, run: Path, value: str, option: str | None = None) -> ConfigError:
     place = argument(f"{option}=", f"--{option}")
     otherwise = f", or say yourself where they are with {place}" if option else ""

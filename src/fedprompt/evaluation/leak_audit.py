@@ -16,7 +16,6 @@ from fedprompt.client.client_states import ClientStates
 from fedprompt.client.factory import ExperimentFactory
 from fedprompt.client.stored_settings import (
     require_images,
-    require_other_set,
     require_partition,
     require_weights,
     settings_here,
@@ -54,7 +53,6 @@ def open_audit(
     require_weights(run.config, run.directory, trust_config, weights)
     require_images(run.config, run.directory, trust_config, data)
     require_partition(run.config, run.directory, trust_config)
-    require_other_set(run.config, run.directory, trust_config)
     factory = ExperimentFactory(settings_here(run.config, trust_config, weights, data))
     if factory.config.output.threads:
         torch.set_num_threads(factory.config.output.threads)

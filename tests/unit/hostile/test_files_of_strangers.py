@@ -167,18 +167,14 @@ def test_no_run_file_makes_anybody_call_the_hub(
 def test_the_other_set_of_a_stranger_is_not_opened(
     settings: Settings, own_cache: Path, hub: list[str], data: str | None
 ) -> None:
-    """Also not where the images are given: `--data` says nothing of this second place."""
+    """Only the run itself was tested on it: whoever uses a stored run needs no second place."""
     directory = stranger(settings, data={"other_set": "hub:stranger/set"})
-    with contextlib.suppress(FedpromptError):
-        open_audit(Run(directory), data=data)
-    with contextlib.suppress(FedpromptError):
-        LoadedRun.open(directory, data=data)._source()
+    for trusted in (False, True):
+        with contextlib.suppress(FedpromptError):
+            open_audit(Run(directory), data=data, trust_config=trusted)
+        with contextlib.suppress(FedpromptError):
+            LoadedRun.open(directory, data=data, trust_config=trusted)._source()
     assert hub == []
-    with pytest.raises(ConfigError, match=r"data.other_set .*trust_config=True"):
-        open_audit(Run(directory), data=data)
-    with pytest.raises(FedpromptError):
-        open_audit(Run(directory), data=data, trust_config=True)
-    assert hub == ["stranger/set"]
 
 
 # -- links --------------------------------------------------------------------------------------------------------------
