@@ -31,6 +31,13 @@ def located(path: str | Path) -> Path:
     return given
 
 
+def name_of(path: Path) -> str:
+    """The name of a config of the package; of any other file its path."""
+    if FOLDER in path.parents:
+        return PurePosixPath(PREFIX, *path.relative_to(FOLDER).parts).as_posix()
+    return str(path)
+
+
 def shipped(name: str) -> Path:
     """The file behind a name; a name that is not known is an error with similar ones."""
     known = names()

@@ -15,35 +15,23 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from fedprompt.config import TrainConfig
-from fedprompt.core.method import Batch, Client, Seen, World
+from fedprompt.core.method import Batch, Seen, World
 from fedprompt.core.registry import register
 from fedprompt.core.search_space import FloatRange, SearchSpace
-from fedprompt.methods.bases.with_text import PLAIN_WORDS, check_words, precise
-from fedprompt.methods.promptfl import PromptFL
+from fedprompt.methods.bases.with_anchor import ANCHOR, Anchored
+from fedprompt.methods.bases.with_text import precise
 from fedprompt.tensors import Tensors
-
-ANCHOR = "anchor"  # T0, the classes with plain words
 
 
 @register("fedkgcoop")
 @dataclass(frozen=True)
-class FedKgCoOp(PromptFL):
+class FedKgCoOp(Anchored):
     """An averaged text context whose class features stay near those of plain words."""
 
     search_space: ClassVar[SearchSpace] = {"method.weight": FloatRange(0.1, 100.0)}
 
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 8.0
     """Lambda, weight of the distance; 0 is PromptFL."""
-    anchor_words: str = PLAIN_WORDS
-    """Words before the class names near which the class features stay."""
-
-    def check(self, world: World, train: TrainConfig) -> None:
-        super().check(world, train)
-        check_words(world, "anchor_words", self.anchor_words)
-
-    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
-        return {**received, **local, ANCHOR: world.text.encode_words(self.anchor_words)}
 
     def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         plain = super().loss(world, params, logits, seen, batch, noise)

@@ -25,35 +25,23 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from fedprompt.config import TrainConfig
-from fedprompt.core.method import Batch, Client, Prompts, Seen, World
+from fedprompt.core.method import Batch, Prompts, Seen, World
 from fedprompt.core.registry import register
-from fedprompt.methods.bases.with_text import PLAIN_WORDS, check_words, similarity
-from fedprompt.methods.promptfl import PromptFL
+from fedprompt.methods.bases.with_anchor import ANCHOR, Anchored
+from fedprompt.methods.bases.with_text import similarity
 from fedprompt.modules.gradient_rules import aligned
 from fedprompt.tensors import Tensors
-
-ANCHOR = "anchor"  # T0, the classes with plain words
 
 
 @register("fedprograd")
 @dataclass(frozen=True)
-class FedProGrad(PromptFL):
+class FedProGrad(Anchored):
     """An averaged text context that is never stepped against zero-shot knowledge."""
 
     strength: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Lambda, share of the opposing part that is removed; 0 is PromptFL."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Tau, temperature of the general loss."""
-    anchor_words: str = PLAIN_WORDS
-    """Words before the class names whose predictions are the general knowledge."""
-
-    def check(self, world: World, train: TrainConfig) -> None:
-        super().check(world, train)
-        check_words(world, "anchor_words", self.anchor_words)
-
-    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
-        return {**received, **local, ANCHOR: world.text.encode_words(self.anchor_words)}
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         if not batch.training:

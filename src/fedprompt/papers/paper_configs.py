@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedprompt.config import config_files
-from fedprompt.config.shipped_configs import FOLDER, headline, located
+from fedprompt.config.shipped_configs import FOLDER, headline, located, name_of
 from fedprompt.errors import ConfigError, broken, did_you_mean
 
 TABLES = FOLDER / "papers"
@@ -39,7 +39,7 @@ class Experiment:
     @property
     def called(self) -> str:
         """How a command names it."""
-        return self.name if "/" in self.name else str(self.path)
+        return self.name if "/" in self.name else name_of(self.path)
 
 
 def experiments() -> list[Experiment]:

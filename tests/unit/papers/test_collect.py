@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedprompt.errors import DivergenceError, RunError
-from fedprompt.papers import provenance, result_file
+from fedprompt.papers import paper_configs, provenance, result_file
 from fedprompt.papers.collect import Outcome, Request, assemble, failed
 from fedprompt.papers.paper_configs import Experiment
 from fedprompt.papers.published_numbers import Published, read
@@ -233,3 +233,11 @@ def test_a_stored_command_can_be_pasted_into_a_shell() -> None:
     given = ["data.classes=[a, b's]", 'train.lrs={"gate.*": 3.0}', "name=mine", "output.directory=elsewhere"]
     words = shlex.split(provenance.command("paper/table", "small", [0, 1], given))
     assert words == ["fedprompt", "reproduce", "paper/table", "--scale", "small", *given[:3], "--seed", "0,1"]
+
+
+def test_the_command_names_a_config_of_the_package_as_it_can_be_given() -> None:
+    found = paper_configs.find("configs/results/texts.yaml")
+    assert (
+        provenance.command(found.called, None, (0, 1), ())
+        == "fedprompt reproduce configs/results/texts.yaml --seed 0,1"
+    )
