@@ -154,7 +154,7 @@ class Testing:
     def _row(self, count: int) -> int:
         """How many images of a client with that many go through the backbone as one row of a batch."""
         count = min(count, self.config.federation.evaluation_batch)
-        return count if self.method.mixed_batches else math.ceil(count / math.ceil(count / ROW))
+        return count if self.method.mixed_batches or not count else math.ceil(count / math.ceil(count / ROW))
 
     def _alone(self, client: int, step_needs: StepNeeds, params: Tensors, images: Images, round: int) -> Predicted:
         draws, numbers = [], Means()
