@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 LATER = {
     **{name: {"parametrisation": "literal"} for name in ("pfedbayespt", "pfedbayespt_g", "pfedbayespt_d")},
     "fedmaple": {"vision_start": "random"},
+    "pep_fedpt": {"softness": 1.0},
 }
 
 
