@@ -24,6 +24,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Self
 
 import torch
@@ -189,6 +190,7 @@ class DualEncoder(ViT):
             self.bias,
             encode_unstored,
             self.text.shape.depth,
+            cache(self.language),
         )
 
     def digest(self) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.image_bank import Images, LoadedImages
-from fedprompt.modules.contexts import Position, TextContext
+from fedprompt.modules.contexts import Language, Position, TextContext
 from fedprompt.modules.insertion import VisionPrompt
 from fedprompt.tensors import Tensors
 
@@ -21,29 +21,27 @@ def encode_text(
 
     Contexts per image (N, B, m, d) have features (N, B, C, D). With `changes` of the tower's weights nothing is stored.
     """
-    kinds: dict[tuple[torch.Size, Position], list[str]] = {}
+    kinds: dict[tuple[torch.Size, Position, tuple[str, ...]], list[str]] = {}
     found: Tensors = {}
     for name, context in plan.items():
         if context.per_image:
-            found[name] = _encode_per_image(world, contexts[name], context.position)
+            found[name] = _encode_per_image(world.text.with_names(context.names), contexts[name], context.position)
         else:
-            kinds.setdefault((contexts[name].shape, context.position), []).append(name)
-    for (_, position), names in kinds.items():
-        together = torch.cat([contexts[name] for name in names])
-        features = (
-            _encode_unstored(world, together, position, changes) if changes else world.text.encode(together, position)
-        )
+            kinds.setdefault((contexts[name].shape, context.position, context.names), []).append(name)
+    for (_, position, spoken), names in kinds.items():
+        together, text = torch.cat([contexts[name] for name in names]), world.text.with_names(spoken)
+        features = _encode_unstored(text, together, position, changes) if changes else text.encode(together, position)
         found |= dict(zip(names, features.unflatten(0, (len(names), -1)), strict=True))
     return found
 
 
-def _encode_per_image(world: World, contexts: Tensor, position: Position) -> Tensor:
-    return torch.unflatten(_encode_unstored(world, contexts.flatten(0, 1), position, {}), 0, list(contexts.shape[:2]))
+def _encode_per_image(text: Language, contexts: Tensor, position: Position) -> Tensor:
+    return torch.unflatten(_encode_unstored(text, contexts.flatten(0, 1), position, {}), 0, list(contexts.shape[:2]))
 
 
-def _encode_unstored(world: World, contexts: Tensor, position: Position, changes: Mapping[str, Tensor]) -> Tensor:
-    assert world.text.encode_unstored is not None
-    return world.text.encode_unstored(contexts, position, changes)
+def _encode_unstored(text: Language, contexts: Tensor, position: Position, changes: Mapping[str, Tensor]) -> Tensor:
+    assert text.encode_unstored is not None
+    return text.encode_unstored(contexts, position, changes)
 
 
 def inserted(slots: Sequence[VisionPrompt]) -> tuple[VisionPrompt, ...]:
