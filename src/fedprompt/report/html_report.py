@@ -47,11 +47,13 @@ def write_report(
     figures: bool = False,
     against: str | None = None,
     specificity: float | None = None,
+    first: Sequence[Part] = (),
     **options: Any,
 ) -> Written:
     """Write `report.html` and `report.png` (the overview for a README); with `figures`, everything a paper needs as
     well; with `against`, paired differences from that row; with a specificity, AUROC, sensitivity at it and others,
-    from test images and weights that `options` lead to as in `TrainedClient.open`.
+    from test images and weights that `options` lead to as in `TrainedClient.open`. Parts that were made elsewhere come
+    `first`.
     """
     from fedprompt.report import plots
     from fedprompt.report.sections import all_parts
@@ -64,6 +66,7 @@ def write_report(
         from fedprompt.report.metrics_table import metrics_part
 
         parts.insert(0, metrics_part(arranged, specificity, **options))
+    parts = [*first, *parts]
     html, overview = directory / "report.html", directory / "report.png"
     # read everything first: a damaged run must not leave half a report
     content = rendered(runs, arranged, parts, against).encode()
