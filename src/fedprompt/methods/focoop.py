@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -190,7 +191,7 @@ class FOCoOp(WithLocalContext):
 
 def unit(rows: Tensor) -> Tensor:
     """Rows of length 1; zeros stay zeros."""
-    return rows / rows.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    return F.normalize(rows, dim=-1, eps=torch.finfo(rows.dtype).tiny)
 
 
 def within_reach(uploads: Sequence[Tensor], centre: Tensor) -> list[Tensor]:
