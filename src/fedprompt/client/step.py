@@ -127,7 +127,8 @@ def run_repeated(
         return replace(slot, tokens=each)
 
     def by_draw(rows: Tensor) -> Tensor:
-        return spread(rows, samples).unflatten(0, inside).transpose(1, 2).flatten(0, 2)
+        found: Tensor = spread(rows, samples).unflatten(0, inside).transpose(1, 2).flatten(0, 2)
+        return found
 
     def joining(cls: Tensor) -> list[VisionPrompt]:
         assert pause is not None

@@ -61,8 +61,8 @@ def write_report(
     if not runs:
         raise RunError(broken("report", "be given at least one run", []))
     arranged = method_grid.arrange(runs)
-    figures = None if specificity is None else computed(runs, specificity, **options)
-    parts = [*first, *all_parts(runs, arranged, figures)]
+    by_class = None if specificity is None else computed(runs, specificity, **options)
+    parts = [*first, *all_parts(runs, arranged, by_class)]
     html, overview = directory / "report.html", directory / "report.png"
     # read everything first: a damaged run must not leave half a report
     content = rendered(runs, arranged, parts, against).encode()
