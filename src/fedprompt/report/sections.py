@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RANKS = "Ranks over tasks"
-BESIDE = "Beside accuracy"
+BESIDE = "Classification metrics"
 MOST_OPEN = 6  # pictures of one kind that are not folded
 MOST_LISTED = 8  # names or numbers in a cell
 
