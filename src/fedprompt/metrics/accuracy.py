@@ -64,7 +64,8 @@ class ClientResult:
 
     def to_send(self) -> ClientResult:
         """Without what a site never sends."""
-        return replace(self, **dict.fromkeys(STAYING))
+        withheld: dict[str, Any] = dict.fromkeys(STAYING)
+        return replace(self, **withheld)
 
 
 def pack_hits(right: np.ndarray) -> str:

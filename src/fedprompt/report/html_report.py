@@ -47,11 +47,12 @@ def write_report(
     figures: bool = False,
     against: str | None = None,
     specificity: float | None = None,
+    first: Sequence[Part] = (),
     **options: Any,
 ) -> Written:
     """Write `report.html` and `report.png` (the overview for a README); with `figures`, everything a paper needs as
     well; with `against`, paired differences from that row; with a specificity, the figures by class at that one, from
-    test images and weights that `options` lead to as in `TrainedClient.open`.
+    test images and weights that `options` lead to as in `TrainedClient.open`. Parts that were made elsewhere come `first`.
     """
     from fedprompt.report import plots
     from fedprompt.report.class_tables import computed
@@ -60,7 +61,8 @@ def write_report(
     if not runs:
         raise RunError(broken("report", "be given at least one run", []))
     arranged = method_grid.arrange(runs)
-    parts = all_parts(runs, arranged, None if specificity is None else computed(runs, specificity, **options))
+    by_class = None if specificity is None else computed(runs, specificity, **options)
+    parts = [*first, *all_parts(runs, arranged, by_class)]
     html, overview = directory / "report.html", directory / "report.png"
     # read everything first: a damaged run must not leave half a report
     content = rendered(runs, arranged, parts, against).encode()

@@ -42,8 +42,8 @@ def test_the_page_has_one_section_with_a_sensitivity(runs, tmp_path) -> None:
     pytest.importorskip("pandas")
     for name, specificity, title in (("stored", None, "at 0.9 spec"), ("computed", 0.8, "at 0.8 spec")):
         page = write_report(runs[:1], tmp_path / name, specificity=specificity).html.read_text()
-        assert page.count('<h2 id="beside-accuracy">') == 1
-        part = page.partition('id="beside-accuracy"')[2].partition("<h2")[0]
+        assert page.count('<h2 id="classification-metrics">') == 1
+        part = page.partition('id="classification-metrics"')[2].partition("<h2")[0]
         assert f"Sensitivity {title}" in part
         assert "Sensitivity" not in page.replace(part, "")
         assert ("predicted again" in part) == (specificity is not None)

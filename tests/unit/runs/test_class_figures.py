@@ -148,7 +148,7 @@ def test_only_the_last_round_has_them(finished: Run) -> None:
 
 def test_the_report_shows_them(finished: Run) -> None:
     text = render([finished])
-    assert "Beside accuracy" in text
+    assert "Classification metrics" in text
     assert "Balanced accuracy" in text
     assert "Sensitivity at 0.9 specificity" in text
 
@@ -161,7 +161,7 @@ def test_a_run_file_without_them_is_read_as_before(finished: Run, monkeypatch: p
     opened = Run(finished.directory)
     monkeypatch.setattr(opened, "evaluations", older)
     assert class_figures(opened) == []
-    assert "Beside accuracy" not in render([opened])
+    assert "Classification metrics" not in render([opened])
 
 
 @pytest.mark.parametrize(

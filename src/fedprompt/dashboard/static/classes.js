@@ -1,4 +1,4 @@
-// Figures beside accuracy of the last test, and which class is taken for which.
+// Classification metrics of the last test, and which class is taken for which.
 
 import { h } from "./dom.js";
 import { percent, plural } from "./format.js";
@@ -11,7 +11,7 @@ export function beside({ specificity, rows, left_out: leftOut, classes, confusio
   const line = ([of, name, images, ...values]) => [of === "all" ? name : `${of} ${name}`, String(images), ...values.map((value) => percent(value, 1))];
   return [
     h("p", { class: "note" }, "AUROC and sensitivity: one class against the rest, mean over classes. A dash: not known, such as AUROC over sites, whose predictions stay with them."),
-    table("Figures beside accuracy", head, rows.map(line)),
+    table("Classification metrics", head, rows.map(line)),
     leftOut ? h("p", { class: "note" }, `${plural(leftOut, "more row")} in the report.`) : "",
     ...(classes.length ? [h("h3", {}, "Classes by prediction"), matrix(classes, confusion)] : []),
   ];

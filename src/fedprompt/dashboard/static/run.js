@@ -35,7 +35,7 @@ export function run(id) {
   const holders = Object.fromEntries(["domains", "classes", "phases", "refused", "events", "last", "settings"].map((name) => [name, h("div", {})]));
   const panel = {
     domains: section("Accuracy by domain", holders.domains),
-    classes: section("Beside accuracy", holders.classes),
+    classes: section("Classification metrics", holders.classes),
     phases: section("Time by phase", holders.phases),
     refused: section("Refused updates", holders.refused),
     loss: h("div", { class: "panel" }, charts.loss.node),
