@@ -35,7 +35,7 @@ from fedprompt.backbones.rotary import Turns
 from fedprompt.backbones.shape import CHANNELS, ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.errors import BackboneError, ContractError, broken
-from fedprompt.modules.insertion import VisionPrompt, check_prompt, enter, leaves, spread
+from fedprompt.modules.insertion import TokenPrompt, check_prompt, enter, leaves, spread
 from fedprompt.tensors import to_device
 
 __all__ = ["READS", "ViT", "ViTShape"]
@@ -128,10 +128,10 @@ class ViT:
     def run(
         self,
         tokens: Tensor,
-        prompts: Sequence[VisionPrompt] = (),
+        prompts: Sequence[TokenPrompt] = (),
         reads: Iterable[str] = ("cls",),
         start: int = 0,
-        pause: tuple[int, Callable[[Tensor], Sequence[VisionPrompt]]] | None = None,
+        pause: tuple[int, Callable[[Tensor], Sequence[TokenPrompt]]] | None = None,
     ) -> dict[str, Tensor]:
         """Run the blocks from `start` on with prompts inserted, and read rows after the final norm.
 
@@ -240,13 +240,13 @@ class ViT:
         """The same of every row by itself, (B, R, d)."""
         return pooled_alone(self.weights, self.shape, rows)
 
-    def _enter(self, prompt: VisionPrompt, rows: Tensor, block: int) -> Tensor:
+    def _enter(self, prompt: TokenPrompt, rows: Tensor, block: int) -> Tensor:
         """The rows of a slot at the input of a block. CLIP's `ln_pre` also applies to prompts of block 0."""
         entered = enter(prompt, rows, block)
         return self._norm("ln_pre", entered) if self.shape.ln_pre and self.stem + block == 0 else entered
 
     def _last_block(
-        self, main: Tensor, prompts: Sequence[VisionPrompt], slots: list[Tensor], reads: frozenset[str]
+        self, main: Tensor, prompts: Sequence[TokenPrompt], slots: list[Tensor], reads: frozenset[str]
     ) -> dict[str, Tensor]:
         """Only the rows that are read are live."""
         block, sizes = self.depth - 1, [int(self.shape.has_cls), self.shape.extra_tokens, self.shape.patches]
@@ -294,7 +294,7 @@ class ViT:
     def _check(
         self,
         tokens: Tensor,
-        prompts: Sequence[VisionPrompt],
+        prompts: Sequence[TokenPrompt],
         reads: frozenset[str],
         start: int,
         pause: tuple[int, object] | None,

@@ -22,7 +22,7 @@ from fedprompt.client.step import changes_images, encode_text, first_block, inse
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.feature_tables import LoadedRows, tokens_name
 from fedprompt.features.image_bank import ImageBank
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.tensors import Tensors, prefixed, stripped
 
 
@@ -170,13 +170,13 @@ def forward_of_clients(
     if plan.repeat > 1:
         tokens = tokens.unflatten(0, (clients, size)).repeat(1, plan.repeat, 1, 1).flatten(0, 1)
 
-    def later(cls: Tensor) -> list[VisionPrompt]:
+    def later(cls: Tensor) -> list[TokenPrompt]:
         joining, more, asked = _later_prompts(step, world, params, folded, cls)
         extra.update(more)
         return _folded(joining, asked)
 
     pause = None if plan.pause is None else (plan.pause, later)
-    seen = bank.backbone.run(tokens, _folded(slots, inserted(plan.vision)), step.reads, start, pause)
+    seen = bank.backbone.run(tokens, _folded(slots, inserted(plan.tokens)), step.reads, start, pause)
     return Seen(**{name: value.unflatten(0, (clients, -1)) for name, value in seen.items()}, text=text, extra=extra)
 
 
@@ -247,7 +247,7 @@ def _prompts_of(
         given = step.prompts(world, {**params.common, **own}, batch, noise)
         plans.append(given)
         contexts = {name: context.tokens for name, context in given.text.items()}
-        return _tokens(inserted(given.vision)), contexts, given.extra
+        return _tokens(inserted(given.tokens)), contexts, given.extra
 
     slots, contexts, extra = over_clients(ask, params.stacked, folded.images, folded.features, folded.noise)
     return plans[0], slots, contexts, dict(extra)
@@ -255,7 +255,7 @@ def _prompts_of(
 
 def _later_prompts(
     step: Method, world: World, params: StackedParams, folded: StackedBatch, cls: Tensor
-) -> tuple[tuple[Tensor, ...], Tensors, tuple[VisionPrompt, ...]]:
+) -> tuple[tuple[Tensor, ...], Tensors, tuple[TokenPrompt, ...]]:
     plans: list[Prompts] = []
 
     def ask(
@@ -264,19 +264,19 @@ def _later_prompts(
         batch = folded.batch(images, features)
         given = step.later(world, {**params.common, **own}, rows["cls"], batch, noise)
         plans.append(given)
-        return _tokens(inserted(given.vision)), given.extra
+        return _tokens(inserted(given.tokens)), given.extra
 
     rows = {"cls": cls.unflatten(0, (len(folded.labels), -1))}
     joining, extra = over_clients(ask, params.stacked, rows, folded.images, folded.features, folded.noise)
-    return joining, extra, inserted(plans[0].vision)
+    return joining, extra, inserted(plans[0].tokens)
 
 
-def _tokens(slots: Sequence[VisionPrompt]) -> tuple[Tensor, ...]:
+def _tokens(slots: Sequence[TokenPrompt]) -> tuple[Tensor, ...]:
     """The tokens of each slot: one set for all rows of a client (1, blocks, n, d), or one for each of them."""
     return tuple(slot.tokens if slot.tokens.dim() == 4 else slot.tokens.unsqueeze(0) for slot in slots)
 
 
-def _folded(tokens: Sequence[Tensor], slots: Sequence[VisionPrompt]) -> list[VisionPrompt]:
+def _folded(tokens: Sequence[Tensor], slots: Sequence[TokenPrompt]) -> list[TokenPrompt]:
     return [replace(slot, tokens=each.flatten(0, 1)) for each, slot in zip(tokens, slots, strict=True)]
 
 

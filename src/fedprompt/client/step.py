@@ -10,7 +10,7 @@ from torch import Tensor
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.image_bank import Images, LoadedImages
 from fedprompt.modules.contexts import Language, Position, TextContext
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.tensors import Tensors
 
 
@@ -44,21 +44,21 @@ def _encode_unstored(text: Language, contexts: Tensor, position: Position, chang
     return text.encode_unstored(contexts, position, changes)
 
 
-def inserted(slots: Sequence[VisionPrompt]) -> tuple[VisionPrompt, ...]:
+def inserted(slots: Sequence[TokenPrompt]) -> tuple[TokenPrompt, ...]:
     """The slots that hold a token at all."""
     return tuple(slot for slot in slots if slot.tokens.shape[-2])
 
 
 def changes_images(given: Prompts, reads: Collection[str]) -> bool:
     """Whether the images have to go through the backbone again, or what it makes of them without prompts will do."""
-    return bool(inserted(given.vision) or given.weights or given.pause is not None or "prompts" in reads)
+    return bool(inserted(given.tokens) or given.weights or given.pause is not None or "prompts" in reads)
 
 
 def first_block(given: Prompts) -> int:
     """The first block whose input or weights the prompts touch: what lies below is the same for ever."""
     if given.weights:
         return 0
-    first = [slot.blocks[0] for slot in inserted(given.vision)]
+    first = [slot.blocks[0] for slot in inserted(given.tokens)]
     return min([*first, *([] if given.pause is None else [given.pause])], default=0)
 
 
@@ -87,14 +87,14 @@ def forward(
     if given.repeat > 1:
         tokens = tokens.repeat(given.repeat, 1, 1)
 
-    def later(cls: Tensor) -> tuple[VisionPrompt, ...]:
+    def later(cls: Tensor) -> tuple[TokenPrompt, ...]:
         more = method.later(world, params, cls, batch, noise)
         extra.update(more.extra)
-        return inserted(more.vision)
+        return inserted(more.tokens)
 
     backbone = images.backbone.with_added(given.weights) if given.weights else images.backbone
     pause = None if given.pause is None else (given.pause, later)
-    seen = backbone.run(tokens, inserted(given.vision), method.reads, start, pause)
+    seen = backbone.run(tokens, inserted(given.tokens), method.reads, start, pause)
     return Seen(**seen, text=text, extra=extra)
 
 

@@ -222,7 +222,7 @@ def explain(client: TrainedClient, picture: Picture, block: str | int = LAST, la
 def describe(watched: Watched, client: TrainedClient) -> str:
     """How the method changes the frozen towers, as text."""
     given, changes = watched.given, []
-    slots = inserted(given.vision)
+    slots = inserted(given.tokens)
     if slots:
         deepest = sorted({block for slot in slots for block in slot.blocks})
         each = " + ".join(str(slot.tokens.shape[-2]) for slot in slots)

@@ -30,7 +30,7 @@ from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
 from fedprompt.modules import heads
-from fedprompt.modules.insertion import PromptStart, VisionPrompt
+from fedprompt.modules.insertion import PromptStart, TokenPrompt
 from fedprompt.modules.prompt_keys import cosine
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
@@ -100,8 +100,8 @@ class FedIns(WithHead):
         weights = torch.zeros_like(likeness).scatter(-1, picked, 1 / self.picks)  # (B, pool)
         tokens = torch.einsum("bp,plkd->blkd", weights, params["pool.prompts"])
         similarity = best.sum(-1) if self.similarity == "sum" else best.mean(-1)
-        slot = VisionPrompt(tokens, tuple(range(tokens.shape[1])))
-        return Prompts(vision=(slot,), extra={"weights": weights, "similarity": similarity})
+        slot = TokenPrompt(tokens, tuple(range(tokens.shape[1])))
+        return Prompts(tokens=(slot,), extra={"weights": weights, "similarity": similarity})
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         if not self.pool_heads:

@@ -22,7 +22,7 @@ from fedprompt.backbones.tokenizer import letters
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError
 from fedprompt.io.files import cache_directory
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -132,7 +132,7 @@ def test_prompts_at_every_block_equal_the_pass_of_one_sentence_without_padding(k
     backbone = tiny()
     drawn = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(1))
     prompts = (drawn if kind == "random" else torch.zeros_like(drawn)).requires_grad_()  # zeros are no padding
-    found = backbone.run(embedded(backbone), [VisionPrompt(prompts, (0, 1, 2))])["cls"]
+    found = backbone.run(embedded(backbone), [TokenPrompt(prompts, (0, 1, 2))])["cls"]
     naive = torch.stack([one_by_one(backbone, sentence, prompts) for sentence in SENTENCES])
     torch.testing.assert_close(found, naive, rtol=0, atol=1e-5)
     (got,) = torch.autograd.grad(found.square().sum(), prompts)
@@ -143,7 +143,7 @@ def test_prompts_at_every_block_equal_the_pass_of_one_sentence_without_padding(k
 
 def test_padding_changes_nothing() -> None:
     short, long = tiny(max_tokens=28), tiny(max_tokens=32)
-    prompt = VisionPrompt(torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2)), (0, 1))
+    prompt = TokenPrompt(torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2)), (0, 1))
     reads = ("cls", "patches", "prompts", "prompt_attention")
     few, many = (each.run(embedded(each), [prompt], reads) for each in (short, long))
     torch.testing.assert_close(few["cls"], many["cls"], rtol=0, atol=1e-5)

@@ -138,7 +138,7 @@ def test_an_image_gets_the_same_alone_and_in_a_batch(settings: Any) -> None:
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     single = FedVPT(prompt_tokens=2, depth=None)
     for i in range(6):
-        prompt = single.prompts(bench.world, {"prompt": params["pool.prompts"][i]}, None, {}).vision  # type: ignore[arg-type]
+        prompt = single.prompts(bench.world, {"prompt": params["pool.prompts"][i]}, None, {}).tokens  # type: ignore[arg-type]
         cls = bench.backbone.run(bench.images.tokens(positions[i : i + 1]), prompt)["cls"]
         expected = cls @ params["pool.head.weight"][i].T + params["pool.head.bias"][i]
         torch.testing.assert_close(together[i : i + 1], expected, atol=1e-5, rtol=1e-5)
@@ -179,8 +179,8 @@ def test_picks_weights_and_similarities_in_numbers() -> None:
     given = method.prompts(world, params, batch, {})
     assert given.extra["weights"].tolist() == [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
     torch.testing.assert_close(given.extra["similarity"], torch.tensor([0.8 + 0.6, 0.8 + 0.6]))
-    assert given.vision[0].tokens[:, 0, 0, 0].tolist() == [0.5, 1.5]
-    assert given.vision[0].blocks == (0, 1, 2)
+    assert given.tokens[0].tokens[:, 0, 0, 0].tolist() == [0.5, 1.5]
+    assert given.tokens[0].blocks == (0, 1, 2)
     mean = replace(method, similarity="mean").prompts(world, params, batch, {})
     torch.testing.assert_close(mean.extra["similarity"], torch.tensor([0.7, 0.7]))
     longer = {**params, "pool.keys": params["pool.keys"] * torch.tensor([[9.0], [0.1], [3.0]])}
