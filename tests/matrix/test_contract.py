@@ -28,7 +28,7 @@ from torch import Tensor
 from fedprompt.backbones.vit import ViT
 from fedprompt.client.client_states import ClientStates
 from fedprompt.client.runtime import ClientRuntime
-from fedprompt.client.step import forward, make_batch
+from fedprompt.client.step import forward, make_batch, rows_of
 from fedprompt.core import registry
 from fedprompt.core.method import Batch, Method, Prompts, Seen, Server, Upload, World
 from fedprompt.data.cache.pixel_store import ImageStore
@@ -266,7 +266,11 @@ def _folded_losses(
         ]
         seen = {name: torch.stack([each[name] for each in alone]) for name in alone[0]}
     else:
-        together = backbone.run(images.flatten(0, 1), folded(slots, plan), step.reads, pause=pause)
+        rows = torch.func.vmap(lambda *given: rows_of(step.prompts(world, given[0], Batch(*given[1:3]), given[3])))(
+            params, labels, features, noise
+        )
+        changed = backbone.modulated({name: each.flatten(0, 1) for name, each in rows.items()}) if rows else backbone
+        together = changed.run(images.flatten(0, 1), folded(slots, plan), step.reads, pause=pause)
         seen = {name: value.unflatten(0, (clients, plan.repeat * size)) for name, value in together.items()}
 
     def answer(

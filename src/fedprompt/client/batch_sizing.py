@@ -101,7 +101,10 @@ class BatchSizer:
         tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.tokens))
         passes = changes_images(given, step.reads)
         features_first = anew and (bool(step.needs) or not passes)
-        said = [(c.per_image, world.classes * (c.tokens.shape[-2] + NAME_TOKENS)) for c in given.text.values()]
+        said = [
+            (each.per_image, (len(each.names) or world.classes) * (each.tokens.shape[-2] + NAME_TOKENS))
+            for each in given.text.values()
+        ]
         return StepNeeds(
             per_image=(given.repeat * tokens if passes else 0)
             + (world.tokens if features_first else 0)

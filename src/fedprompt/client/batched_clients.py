@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedprompt.client.batch_schedule import BatchSchedule
 from fedprompt.client.batch_sizing import Axes, StepNeeds
-from fedprompt.client.step import changes_images, encode_text, first_block, inserted
+from fedprompt.client.step import changes_images, encode_text, first_block, inserted, rows_of
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.feature_tables import LoadedRows, tokens_name
 from fedprompt.features.image_bank import ImageBank
@@ -158,7 +158,7 @@ def forward_of_clients(
 ) -> Seen:
     """The frozen backbone once for all clients. What is seen has the clients in front: (N, rows of a client, ...)."""
     clients, size = folded.labels.shape
-    plan, slots, contexts, extra = _prompts_of(step, world, params, folded)
+    plan, slots, contexts, extra, rows = _prompts_of(step, world, params, folded)
     text = encode_text(world, plan.text, contexts)
     if not changes_images(plan, step.reads):
         found = {name: folded.rows[name].unflatten(0, (clients, size)) for name in step.reads}
@@ -176,7 +176,10 @@ def forward_of_clients(
         return _folded(joining, asked)
 
     pause = None if plan.pause is None else (plan.pause, later)
-    seen = bank.backbone.run(tokens, _folded(slots, inserted(plan.tokens)), step.reads, start, pause)
+    backbone = bank.backbone
+    if rows:
+        backbone = backbone.modulated({name: each.flatten(0, 1) for name, each in rows.items()})
+    seen = backbone.run(tokens, _folded(slots, inserted(plan.tokens)), step.reads, start, pause)
     return Seen(**{name: value.unflatten(0, (clients, -1)) for name, value in seen.items()}, text=text, extra=extra)
 
 
@@ -234,23 +237,23 @@ def _rows_of(seen: Seen) -> Tensors:
 
 def _prompts_of(
     step: Method, world: World, params: StackedParams, folded: StackedBatch
-) -> tuple[Prompts, tuple[Tensor, ...], Tensors, Tensors]:
+) -> tuple[Prompts, tuple[Tensor, ...], Tensors, Tensors, Tensors]:
     """What the method wants inserted: the plan of one client, and the tensors of all of them."""
     if type(step).prompts is Method.prompts:
-        return Prompts(), (), {}, {}
+        return Prompts(), (), {}, {}, {}
     plans: list[Prompts] = []
 
     def ask(
         own: Tensors, images: Tensors, features: Tensors, noise: Tensors
-    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
+    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors, Tensors]:
         batch = folded.batch(images, features)
         given = step.prompts(world, {**params.common, **own}, batch, noise)
         plans.append(given)
         contexts = {name: context.tokens for name, context in given.text.items()}
-        return _tokens(inserted(given.tokens)), contexts, given.extra
+        return _tokens(inserted(given.tokens)), contexts, given.extra, rows_of(given)
 
-    slots, contexts, extra = over_clients(ask, params.stacked, folded.images, folded.features, folded.noise)
-    return plans[0], slots, contexts, dict(extra)
+    slots, contexts, extra, rows = over_clients(ask, params.stacked, folded.images, folded.features, folded.noise)
+    return plans[0], slots, contexts, dict(extra), rows
 
 
 def _later_prompts(

@@ -51,15 +51,22 @@ def inserted(slots: Sequence[TokenPrompt]) -> tuple[TokenPrompt, ...]:
 
 def changes_images(given: Prompts, reads: Collection[str]) -> bool:
     """Whether the images have to go through the backbone again, or what it makes of them without prompts will do."""
-    return bool(inserted(given.tokens) or given.weights or given.pause is not None or "prompts" in reads)
+    changed = given.weights or given.factors or given.pixels is not None
+    return bool(inserted(given.tokens) or changed or given.pause is not None or "prompts" in reads)
 
 
 def first_block(given: Prompts) -> int:
     """The first block whose input or weights the prompts touch: what lies below is the same for ever."""
-    if given.weights:
+    if given.weights or given.factors or given.pixels is not None:
         return 0
     first = [slot.blocks[0] for slot in inserted(given.tokens)]
     return min([*first, *([] if given.pause is None else [given.pause])], default=0)
+
+
+def rows_of(given: Prompts) -> Tensors:
+    """What `ViT.modulated` takes: a row for each image of a pass, and the pixels of one client."""
+    rows = {name: each.repeat(given.repeat, 1, 1) if given.repeat > 1 else each for name, each in given.factors.items()}
+    return rows if given.pixels is None else {**rows, "pixels": given.pixels.unsqueeze(0)}
 
 
 def forward(
@@ -93,6 +100,8 @@ def forward(
         return inserted(more.tokens)
 
     backbone = images.backbone.with_added(given.weights) if given.weights else images.backbone
+    rows = rows_of(given)
+    backbone = backbone.modulated(rows) if rows else backbone
     pause = None if given.pause is None else (given.pause, later)
     seen = backbone.run(tokens, inserted(given.tokens), method.reads, start, pause)
     return Seen(**seen, text=text, extra=extra)

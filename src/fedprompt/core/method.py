@@ -85,6 +85,11 @@ class World:
     """E, local epochs of a round."""
     rounds: int = 1
     """R, rounds of the run."""
+    frame: int = 0
+    """Side of the images in pixels, as the backbone sees them, where something can be added to them (`Prompts.pixels`); 0
+    where not: for sentences, behind a stem, or with a norm before block 0 (CLIP)."""
+    operations: Mapping[str, int] = field(default_factory=dict)
+    """Width of every operation whose output can be scaled and shifted (`Prompts.factors`)."""
     has_cls: bool = True
     """Row 0 of an item is a CLS token. Without one, all T rows are patches or words (SigLIP, sentences)."""
 
@@ -174,6 +179,10 @@ class Prompts:
     """Changes added to the frozen weights of that name, block 0 being the first promptable. `blocks.0.adapter.*` (`down`,
     `middle` and `up`, each with `weight` and `bias`) is a bottleneck beside the block, which adds to its output.
     """
+    factors: Tensors = field(default_factory=dict)
+    """A scale and a shift (B, 2, width) for the output of an operation, image by image, by the names of `World.operations`."""
+    pixels: Tensor | None = None
+    """(3, S, S), added to every normalised image, S being `World.frame`."""
     text_weights: Tensors = field(default_factory=dict)
     """The same for the text tower."""
 

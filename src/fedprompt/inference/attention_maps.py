@@ -22,7 +22,7 @@ from fedprompt.backbones.layers import Weights
 from fedprompt.backbones.rotary import Turns, joined, turned
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import READS, ViT
-from fedprompt.client.step import encode_text, inserted
+from fedprompt.client.step import encode_text, inserted, rows_of
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.errors import ConfigError, broken
 from fedprompt.modules.insertion import TokenPrompt, spread
@@ -139,7 +139,8 @@ class Watched:
     @property
     def in_images(self) -> bool:
         """Whether the image tower has prompts."""
-        return bool(inserted(self.given.tokens) or self.given.weights)
+        changed = self.given.weights or self.given.factors or self.given.pixels is not None
+        return bool(inserted(self.given.tokens) or changed)
 
 
 def run_watched(
@@ -182,6 +183,8 @@ def watch(
         name: features[0] for name, features in encode_text(world, given.text, contexts, given.text_weights).items()
     }
     changed = backbone.with_added(given.weights) if given.weights else backbone
+    modulation = rows_of(given)
+    changed = changed.modulated(modulation) if modulation else changed
     pause = None if given.pause is None else (given.pause, later)
     repeated = images.repeat(given.repeat, 1, 1, 1)
     rows, attention = run_watched(changed, repeated, inserted(given.tokens), method.reads, pause)

@@ -232,6 +232,10 @@ def describe(watched: Watched, client: TrainedClient) -> str:
     if given.weights:
         blocks = sorted({int(name.split(".")[1]) for name in given.weights})
         changes.append(f"weights of the image tower are changed in {_listed(blocks)}; there are no prompt tokens")
+    if given.factors:
+        changes.append("outputs inside the image tower are scaled and shifted, as made for this image")
+    if given.pixels is not None:
+        changes.append("learned pixels are added to the image")
     if not changes:
         changes.append("the image tower is unchanged, so there is one map")
     if given.text:

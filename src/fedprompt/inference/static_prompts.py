@@ -90,6 +90,13 @@ def constant(client: TrainedClient, reference: np.ndarray) -> Constant:
                 f"{client.config.label} cannot be exported: it has adapters beside the blocks of the image tower, which "
                 "`transformers` has not; use `fedprompt predict`"
             )
+        if plans[0].given.factors or plans[0].given.pixels is not None:
+            what = (
+                "scales and shifts outputs inside the tower" if plans[0].given.factors else "adds pixels to every image"
+            )
+            raise ConfigError(
+                f"{client.config.label} cannot be exported: it {what}, which the folder's script does not do; use `fedprompt predict`"
+            )
         slots, varies = _mean_slots([plan.given for plan in plans])
         first = plans[0]
         varies = varies or any(context.per_image for context in first.given.text.values())
