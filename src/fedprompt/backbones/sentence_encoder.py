@@ -103,9 +103,10 @@ class SentenceEncoder(ViT):
         reads: Iterable[str] = ("cls",),
         start: int = 0,
         pause: tuple[int, Callable[[Tensor], Sequence[VisionPrompt]]] | None = None,
+        repeat: int = 1,
     ) -> dict[str, Tensor]:
         """As of an image; all rows that are read have the root mean square `READ_SIZE`."""
-        seen = super().run(tokens, prompts, reads, start, pause)
+        seen = super().run(tokens, prompts, reads, start, pause, repeat)
         return {name: found if name == ATTENTION else _sized(found) for name, found in seen.items()}
 
     def read_early(self, tokens: Tensor, blocks: int) -> Tensor:
