@@ -196,15 +196,14 @@ def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRu
 
 def _said(world: World, context: TextContext, tokens: Tensor, changes: Tensors) -> Tensor:
     """Features (N, C, D) of the contexts of N clients, or (N, B, C, D), image by image; client by client with changes."""
+    text = world.text.with_names(context.names)
     if context.per_image:
-        return torch.stack([world.text.encode(own, context.position) for own in tokens])
+        return torch.stack([text.encode(own, context.position) for own in tokens])
     if not changes:
-        return world.text.encode(tokens, context.position)
-    assert world.text.encode_unstored is not None
+        return text.encode(tokens, context.position)
+    assert text.encode_unstored is not None
     each = [{name: value[client] for name, value in changes.items()} for client in range(len(tokens))]
-    return torch.cat(
-        [world.text.encode_unstored(t[None], context.position, c) for t, c in zip(tokens, each, strict=True)]
-    )
+    return torch.cat([text.encode_unstored(t[None], context.position, c) for t, c in zip(tokens, each, strict=True)])
 
 
 def _folded_losses(

@@ -49,8 +49,8 @@ def report(
         float | None,
         typer.Option(
             metavar="SPECIFICITY",
-            help="Also balanced accuracy, macro-F1, AUROC, and sensitivity at this specificity, such as 0.9. It predicts "
-            "the test images again; the three options below say where they are.",
+            help="Sensitivity at this specificity instead of 0.9. It predicts the test images again; the three options below "
+            "say where they are. Also for run files of earlier versions, which have no figures beside accuracy.",
         ),
     ] = None,
     uncertainty: Annotated[

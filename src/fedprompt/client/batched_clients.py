@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedprompt.client.batch_schedule import BatchSchedule
 from fedprompt.client.batch_sizing import Axes, StepNeeds
-from fedprompt.client.step import changes_images, encode_text, first_block, inserted
+from fedprompt.client.step import changes_images, encode_text, first_block, inserted, run_repeated
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.feature_tables import LoadedRows, tokens_name
 from fedprompt.features.image_bank import ImageBank
@@ -167,8 +167,6 @@ def forward_of_clients(
         return Seen(**found, text=text, extra=extra)
     start = first_block(plan)
     tokens = folded.rows[tokens_name(start)]
-    if plan.repeat > 1:
-        tokens = tokens.unflatten(0, (clients, size)).repeat(1, plan.repeat, 1, 1).flatten(0, 1)
 
     def later(cls: Tensor) -> list[VisionPrompt]:
         joining, more, asked = _later_prompts(step, world, params, folded, cls)
@@ -176,7 +174,8 @@ def forward_of_clients(
         return _folded(joining, asked)
 
     pause = None if plan.pause is None else (plan.pause, later)
-    seen = bank.backbone.run(tokens, _folded(slots, inserted(plan.vision)), step.reads, start, pause)
+    prompts = _folded(slots, inserted(plan.vision))
+    seen = run_repeated(bank.backbone, tokens, prompts, step.reads, start, pause, plan.repeat, clients)
     return Seen(**{name: value.unflatten(0, (clients, -1)) for name, value in seen.items()}, text=text, extra=extra)
 
 
