@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -137,9 +138,8 @@ class FOCoOp(WithLocalContext):
         each = self.by_image(similarity(world, seen.image, worse), batch.labels, classes)
         if self.temperature is None:
             return batch.mean(each)
-        hardest: Tensor = each.detach().amax()
-        spread = batch.mean(((each - hardest) / self.temperature).exp()).log()
-        return hardest + spread * self.temperature
+        hardest = each.detach().amax()
+        return hardest + self.temperature * batch.mean(((each - hardest) / self.temperature).exp()).log()
 
     def features(self, seen: Seen) -> Tensor:
         """T and O', (C + U, D)."""
@@ -191,7 +191,7 @@ class FOCoOp(WithLocalContext):
 
 def unit(rows: Tensor) -> Tensor:
     """Rows of length 1; zeros stay zeros."""
-    return rows / rows.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    return F.normalize(rows, dim=-1, eps=torch.finfo(rows.dtype).tiny)
 
 
 def within_reach(uploads: Sequence[Tensor], centre: Tensor) -> list[Tensor]:
