@@ -258,7 +258,7 @@ def _text(
     check_tensors(named, text_tensor_shapes(shape, outer_norm="norm"))
     words = byte_pair_words(folder)
     start, end = _ends(words, START, END)
-    kind = UnmaskedTower if config.get("no_causal_mask") else CausalTower
+    kind = UnmaskedTower if _one_of(config, "no_causal_mask", (True, False), False) else CausalTower
     return kind(shape, {name: _placed(tensor, vision) for name, tensor in named.items()}, words, start, end, into)
 
 
