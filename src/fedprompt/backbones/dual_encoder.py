@@ -126,6 +126,7 @@ class DualEncoder(ViT):
         reads: Iterable[str] = ("cls",),
         start: int = 0,
         pause: tuple[int, Callable[[Tensor], Sequence[TokenPrompt]]] | None = None,
+        repeat: int = 1,
     ) -> dict[str, Tensor]:
         """As `ViT.run`, and `image`, `image_raw` and `image_patches` can be read too."""
         wanted = frozenset(reads)
@@ -135,7 +136,7 @@ class DualEncoder(ViT):
             rows.add("cls")
         if "image_patches" in wanted or (whole_image and self.averages_patches):
             rows.add("patches")
-        seen = super().run(tokens, prompts, rows, start, pause)
+        seen = super().run(tokens, prompts, rows, start, pause, repeat)
         if whole_image:
             row = seen["cls"]
             mean = [seen["patches"].mean(1)] if self.averages_patches else []

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.errors import ContractError
+from fedprompt.modules.insertion import spread
 
 Weights = Mapping[str, Tensor]
 
@@ -31,10 +32,13 @@ def norm(weights: Weights, name: str, x: Tensor, eps: float) -> Tensor:
 
 
 def scaled(weights: Weights, name: str, x: Tensor, columns: slice = slice(None)) -> Tensor:
-    """The output (B, R, columns) of an operation, scaled and shifted image by image where that is asked for."""
+    """The output (B, R, columns) of an operation, scaled and shifted image by image where that is asked for; B may count
+    several samples of each image, side by side.
+    """
     if name + FACTOR not in weights:
         return x
-    return x * weights[name + FACTOR][:, None, columns] + weights[name + SHIFT][:, None, columns]
+    factor, shift = (spread(weights[name + end], len(x))[:, None, columns] for end in (FACTOR, SHIFT))
+    return x * factor + shift
 
 
 def by_image(weights: Weights) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedprompt.backbones import layers
 from fedprompt.backbones.layers import Weights
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.modules.insertion import spread
+from fedprompt.modules.insertion import together
 
 
 def words(rows: Tensor) -> Tensor:
@@ -27,8 +27,8 @@ def run_post_norm_block(
     weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive: Sequence[Tensor], own: Sequence[bool]
 ) -> list[Tensor]:
     """The live pieces (B, R, d) after the block. `own` says of each piece, live ones first, whether it is of the sentence."""
-    batch = len(live[0])
-    pieces = [*live, *(spread(rows, batch) for rows in passive)]
+    pieces = together([*live, *passive])
+    live = pieces[: len(live)]
     real = torch.cat([_real(rows, mine) for rows, mine in zip(pieces, own, strict=True)], dim=1)
     x = torch.cat(list(live), dim=1)
     mixed = _attention(weights, shape, x, torch.cat(pieces, dim=1), real)
@@ -46,8 +46,7 @@ def sentence_attention(weights: Weights, shape: ViTShape, pieces: Sequence[Tenso
     """The shares (B, pieces) of the attention of the sentence, the first piece; means over its words and the heads. With a
     CLS row, of that row.
     """
-    batch = len(pieces[0])
-    pieces = [spread(piece, batch) for piece in pieces]
+    pieces = together(pieces)
     real = torch.cat([_real(rows, mine) for rows, mine in zip(pieces, own, strict=True)], dim=1)
     rows = torch.cat(pieces, dim=1)
     query, key = _projected(weights, shape, rows, 0), _projected(weights, shape, rows, 1)

@@ -35,7 +35,7 @@ from fedprompt.backbones.rotary import Turns
 from fedprompt.backbones.shape import CHANNELS, OPERATIONS, ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.errors import BackboneError, ContractError, broken
-from fedprompt.modules.insertion import TokenPrompt, check_prompt, enter, leaves, spread
+from fedprompt.modules.insertion import TokenPrompt, check_prompt, enter, leaves, spread, together
 from fedprompt.tensors import to_device
 
 __all__ = ["READS", "ViT", "ViTShape"]
@@ -179,6 +179,7 @@ class ViT:
         reads: Iterable[str] = ("cls",),
         start: int = 0,
         pause: tuple[int, Callable[[Tensor], Sequence[TokenPrompt]]] | None = None,
+        repeat: int = 1,
     ) -> dict[str, Tensor]:
         """Run the blocks from `start` on with prompts inserted, and read rows after the final norm.
 
@@ -192,12 +193,15 @@ class ViT:
 
         `pause` is a block and a function: the pass pauses before that block, and the function returns extra prompts
         computed from the CLS rows (B, d) of its input (`summary`).
+
+        With `repeat` every image is a run of so many samples, and B counts samples. Until a prompt tells the samples of a
+        run apart, they are computed as one; so are queries, keys and values in the block where it enters.
         """
         reads = frozenset(reads)
-        self._check(tokens, prompts, reads, start, pause)
+        self._check(tokens, prompts, reads, start, pause, repeat)
         tokens = self._entering(tokens) if start == 0 else tokens
-        batch, last = len(tokens), self.depth - 1
-        empty = tokens.new_empty(batch, 0, self.shape.width)
+        batch, last = len(tokens) * repeat, self.depth - 1
+        empty = tokens.new_empty(1, 0, self.shape.width)
         main, prompts, slots = tokens, list(prompts), [empty for _ in prompts]
         looks: list[Tensor] = []
         for block in range(start, self.depth):
@@ -211,7 +215,7 @@ class ViT:
             slots = [self._enter(prompt, rows, block) for prompt, rows in zip(prompts, slots, strict=True)]
             looks += [self._look(block, [main, *slots])] if ATTENTION in reads else []
             stay = [not leaves(prompt, block) for prompt in prompts]
-            live = [main, *(spread(rows, batch) for rows, s in zip(slots, stay, strict=True) if s)]
+            live = [main, *(rows for rows, s in zip(slots, stay, strict=True) if s)]
             passive = [rows for rows, s in zip(slots, stay, strict=True) if not s]
             main, *kept = self._block(block, live, passive, self._turns())
             slots = [kept.pop(0) if s else rows[:, :0] for rows, s in zip(slots, stay, strict=True)]
@@ -228,7 +232,7 @@ class ViT:
             looks.append(self._look(last, [main, *slots]))
             shares = pad_sequence([look.T for look in looks], padding_value=0.0)[1:]  # slots may join at a pause
             seen[ATTENTION] = (shares.sum(1) / (shares > 0).sum(1).clamp(min=1)).T
-        return {name: seen[name] for name in reads}
+        return {name: spread(seen[name], batch) for name in reads}
 
     def block_inputs(self, tokens: Tensor, blocks: Sequence[int] | None = None) -> list[Tensor]:
         """The inputs (B, T, d) of the listed blocks (all when None) in a pass without prompts."""
@@ -302,8 +306,8 @@ class ViT:
         rows, passive = {"cls": cls, "patches": patches}, [extra]  # each with its turn
         if "prompts" in reads:
             gone = [leaves(prompt, block) for prompt in prompts]
-            stay = [spread(slot, len(main)) for slot, g in zip(slots, gone, strict=True) if not g]
-            rows["prompts"] = (torch.cat([main[:, :0], *stay], dim=1), None)
+            stay = together([main[:, :0], *(slot for slot, g in zip(slots, gone, strict=True) if not g)])
+            rows["prompts"] = (torch.cat(stay, dim=1), None)
             slots = [slot for slot, g in zip(slots, gone, strict=True) if g]
         passive += [(slot, None) for slot in slots]
         passive += [piece for name, piece in rows.items() if name not in reads]
@@ -350,6 +354,7 @@ class ViT:
         reads: frozenset[str],
         start: int,
         pause: tuple[int, object] | None,
+        repeat: int,
     ) -> None:
         shape = self.shape
         if tokens.ndim != 3 or tuple(tokens.shape[1:]) != (shape.tokens, shape.width):
@@ -361,4 +366,4 @@ class ViT:
         if pause is not None and not start <= pause[0] < self.depth:
             raise ContractError(f"pause must be in {start}..{self.depth - 1}, got {pause[0]}")
         for prompt in prompts:
-            check_prompt(prompt, batch=len(tokens), width=shape.width, first=start, depth=self.depth)
+            check_prompt(prompt, batch=len(tokens) * repeat, width=shape.width, first=start, depth=self.depth)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedprompt.client.batch_schedule import BatchSchedule
 from fedprompt.client.batch_sizing import Axes, StepNeeds
-from fedprompt.client.step import changes_images, encode_text, first_block, inserted, rows_of
+from fedprompt.client.step import changes_images, encode_text, first_block, inserted, rows_of, run_repeated
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.feature_tables import LoadedRows, tokens_name
 from fedprompt.features.image_bank import ImageBank
@@ -167,8 +167,6 @@ def forward_of_clients(
         return Seen(**found, text=text, extra=extra)
     start = first_block(plan)
     tokens = folded.rows[tokens_name(start)]
-    if plan.repeat > 1:
-        tokens = tokens.unflatten(0, (clients, size)).repeat(1, plan.repeat, 1, 1).flatten(0, 1)
 
     def later(cls: Tensor) -> list[TokenPrompt]:
         joining, more, asked = _later_prompts(step, world, params, folded, cls)
@@ -179,7 +177,8 @@ def forward_of_clients(
     backbone = bank.backbone
     if rows:
         backbone = backbone.modulated({name: each.flatten(0, 1) for name, each in rows.items()})
-    seen = backbone.run(tokens, _folded(slots, inserted(plan.tokens)), step.reads, start, pause)
+    prompts = _folded(slots, inserted(plan.tokens))
+    seen = run_repeated(backbone, tokens, prompts, step.reads, start, pause, plan.repeat, clients)
     return Seen(**{name: value.unflatten(0, (clients, -1)) for name, value in seen.items()}, text=text, extra=extra)
 
 

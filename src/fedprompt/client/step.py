@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from fedprompt.backbones.vit import ViT
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.image_bank import Images, LoadedImages
 from fedprompt.modules.contexts import Language, Position, TextContext
-from fedprompt.modules.insertion import TokenPrompt
+from fedprompt.modules.insertion import TokenPrompt, spread
 from fedprompt.tensors import Tensors
 
 
@@ -65,7 +67,7 @@ def first_block(given: Prompts) -> int:
 
 def rows_of(given: Prompts) -> Tensors:
     """What `ViT.modulated` takes: a row for each image of a pass, and the pixels of one client."""
-    rows = {name: each.repeat(given.repeat, 1, 1) if given.repeat > 1 else each for name, each in given.factors.items()}
+    rows = dict(given.factors)
     return rows if given.pixels is None else {**rows, "pixels": given.pixels.unsqueeze(0)}
 
 
@@ -90,9 +92,6 @@ def forward(
         repeated = {name: value.repeat(given.repeat, *[1] * (value.dim() - 1)) for name, value in found.items()}
         return Seen(**repeated, text=text, extra=extra)
     start = first_block(given)
-    tokens = images.tokens(positions, start)
-    if given.repeat > 1:
-        tokens = tokens.repeat(given.repeat, 1, 1)
 
     def later(cls: Tensor) -> tuple[TokenPrompt, ...]:
         more = method.later(world, params, cls, batch, noise)
@@ -103,8 +102,50 @@ def forward(
     rows = rows_of(given)
     backbone = backbone.modulated(rows) if rows else backbone
     pause = None if given.pause is None else (given.pause, later)
-    seen = backbone.run(tokens, inserted(given.tokens), method.reads, start, pause)
+    tokens, slots = images.tokens(positions, start), inserted(given.tokens)
+    seen = run_repeated(backbone, tokens, slots, method.reads, start, pause, given.repeat)
     return Seen(**seen, text=text, extra=extra)
+
+
+Later = Callable[[Tensor], Sequence[TokenPrompt]]
+
+
+def run_repeated(
+    backbone: ViT,
+    tokens: Tensor,
+    prompts: Sequence[TokenPrompt],
+    reads: Collection[str],
+    start: int,
+    pause: tuple[int, Later] | None,
+    repeat: int,
+    clients: int = 1,
+) -> Tensors:
+    """A pass over images (N * B, T, d) of N clients, with samples (N, repeat, B) in what is inserted and in what is seen.
+
+    The backbone gets samples of one image side by side, so it can compute once what they have in common.
+    """
+    if repeat == 1:
+        return backbone.run(tokens, prompts, reads, start, pause)
+    given, inside = (clients, repeat, -1), (clients, -1, repeat)
+    samples = len(tokens) * repeat
+
+    def by_image(slot: TokenPrompt) -> TokenPrompt:
+        if slot.tokens.dim() == 3 or len(slot.tokens) <= clients:
+            return slot  # the same for all samples of a client
+        each = spread(slot.tokens, samples).unflatten(0, given).transpose(1, 2).flatten(0, 2)
+        return replace(slot, tokens=each)
+
+    def by_draw(rows: Tensor) -> Tensor:
+        found: Tensor = spread(rows, samples).unflatten(0, inside).transpose(1, 2).flatten(0, 2)
+        return found
+
+    def joining(cls: Tensor) -> list[TokenPrompt]:
+        assert pause is not None
+        return [by_image(slot) for slot in pause[1](by_draw(cls))]
+
+    ordered = [by_image(slot) for slot in prompts]
+    seen = backbone.run(tokens, ordered, reads, start, None if pause is None else (pause[0], joining), repeat)
+    return {name: by_draw(rows) for name, rows in seen.items()}
 
 
 def make_batch(method: Method, images: Images | LoadedImages, positions: Tensor, training: bool) -> Batch:

@@ -80,7 +80,9 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     blank: Callable[[], Tensor] | None = None
-    """The patch tokens (L, d) that enter each block for a blank image, mean over patches; zeros when absent."""
+    """What enters each block for nothing in particular, (L, d): the mean patch of a blank image, or the mean word; zeros when
+    absent.
+    """
     epochs: int = 1
     """E, local epochs of a round."""
     rounds: int = 1

@@ -212,6 +212,11 @@ class PEPFedPT(WithHead):
         counted = (counts >= self.minimum_count) & sent
         return {**super().begin(world, client, received, local), "counted": counted.to(world.dtype)}
 
+    def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        """Without `counted` if no head is fitted: a prediction then opens no training image."""
+        fits = self.head == "shared_then_finetune"
+        return self.begin(world, client, received, local) if fits else super().begin(world, client, received, local)
+
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         own = sorted(set(world.roles.local) - {"prior"})
         if own:

@@ -16,6 +16,7 @@ so one method may use several.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,7 +72,7 @@ def enter(prompt: TokenPrompt, rows: Tensor, block: int) -> Tensor:
     fresh = tokens if tokens.ndim == 3 else tokens.unsqueeze(0)
     if prompt.mode == "replace" or rows.shape[1] == 0:
         return fresh
-    return torch.cat([rows, spread(fresh, len(rows))], dim=1)
+    return torch.cat(together([rows, fresh]), dim=1)
 
 
 def spread(rows: Tensor, batch: int) -> Tensor:
@@ -79,6 +80,12 @@ def spread(rows: Tensor, batch: int) -> Tensor:
     if len(rows) in (1, batch):
         return rows.expand(batch, *rows.shape[1:])
     return rows.repeat_interleave(batch // len(rows), dim=0)
+
+
+def together(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Pieces (G, ...) of one sequence, spread over as many samples as the one with most."""
+    most = max(len(rows) for rows in pieces)
+    return [spread(rows, most) for rows in pieces]
 
 
 def leaves(prompt: TokenPrompt, block: int) -> bool:
