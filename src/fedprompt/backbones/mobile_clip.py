@@ -32,13 +32,13 @@ from fedprompt.backbones.projection import Projection
 from fedprompt.backbones.shape import CHANNELS, ViTShape
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import BackboneConfig
-from fedprompt.errors import BackboneError, ContractError, broken
-from fedprompt.tensors import Tensors, to_device
+from fedprompt.errors import BackboneError, broken
+from fedprompt.tensors import Tensors
 
 HEAD = 32  # width of an attention head of the last stage
 REDUCTION = 32  # pixels along a side of one place of the map
 STAGES = 4
-STEM = "stem.0.weight"
+WHOLE = ("weight", "bias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,22 +105,12 @@ class StemmedViT(ViT):
         """Such an embedding is not linear, so nothing can be added to pixels afterwards."""
         return 0
 
-    def embed(self, images: Tensor) -> Tensor:
-        size = self.shape.image_size
-        if images.ndim != 4 or tuple(images.shape[1:]) != (CHANNELS, size, size):
-            raise ContractError(f"images must be (B, {CHANNELS}, {size}, {size}), got {tuple(images.shape)}")
-        weights = self.weights
-        x = to_device(images, self.device, self.dtype)
-        with layers.precision(self.autocast, self.device):
-            for number in range(3):
-                weight = weights[f"stem.{number}.weight"]
-                x = F.conv2d(x, weight, weights[f"stem.{number}.bias"], stride=weight.shape[-1])
-                x = F.gelu(x) if number < 2 else x
-        patches = x.flatten(2).transpose(1, 2).to(self.dtype) + weights["position"]
-        tokens = torch.cat([weights["lead"].expand(len(images), -1, -1), patches], dim=1)
-        for block in range(-self.stem, 0):
-            (tokens,) = self._block(block, [tokens], [], self._turns())
-        return tokens
+    def _patched(self, images: Tensor) -> Tensor:
+        for number in range(3):
+            weight, bias = (self.weights[f"stem.{number}.{part}"] for part in WHOLE)
+            images = F.conv2d(images, weight, bias, stride=weight.shape[-1])
+            images = F.gelu(images) if number < 2 else images
+        return images
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -178,7 +168,6 @@ def stemmed_vit(
     return StemmedViT(**{**fields, "weights": weights | _placed(stem, settings)}), Projection(_placed(into, settings))
 
 
-WHOLE = ("weight", "bias")
 Convolution = tuple[Tensor, ...]  # weight (out, in / groups, k, k) and bias (out,)
 
 
