@@ -107,13 +107,17 @@ class ViT:
         weights = self.weights
         images = to_device(images, self.device, self.dtype)
         with layers.precision(self.autocast, self.device):
-            patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
+            patches = self._patched(images)
         patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
         tokens = torch.cat([weights["lead"].expand(len(images), -1, -1), patches], dim=1)
         tokens = self._norm("ln_pre", tokens) if self.shape.ln_pre else tokens
         for block in range(-self.stem, 0):
             (tokens,) = self._block(block, [tokens], [], self._turns())
         return tokens
+
+    def _patched(self, images: Tensor) -> Tensor:
+        """The patches (B, d, grid, grid) of images on the device, before their positions."""
+        return F.conv2d(images, self.weights["patch.weight"], self.weights["patch.bias"], stride=self.shape.patch)
 
     def summary(self, tokens: Tensor) -> Tensor:
         """One row (B, d) for an image in the middle of a pass: CLS, or without CLS the mean of the patches."""
