@@ -31,6 +31,7 @@ from fedprompt.backbones import layers
 from fedprompt.backbones.block import Block, cls_attention, run_block
 from fedprompt.backbones.layers import Weights
 from fedprompt.backbones.pooling import pooled, pooled_alone
+from fedprompt.backbones.recomputed_block import RecomputedBlock
 from fedprompt.backbones.rotary import Turns
 from fedprompt.backbones.shape import CHANNELS, OPERATIONS, ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
@@ -175,6 +176,10 @@ class ViT:
     def compiled(self) -> Self:
         """The same transformer with blocks that torch.compile compiles on first use."""
         return dataclasses.replace(self, block=CompiledBlock())
+
+    def recomputing(self) -> Self:
+        """The same transformer with activations that are computed again for the gradients."""
+        return dataclasses.replace(self, block=RecomputedBlock(self.block))
 
     def run(
         self,
