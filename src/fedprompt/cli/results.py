@@ -50,7 +50,7 @@ def report(
         typer.Option(
             metavar="SPECIFICITY",
             help="Sensitivity at this specificity instead of 0.9. It predicts the test images again; the three options below "
-            "say where they are. Also for run files of earlier versions, which have no figures beside accuracy.",
+            "say where they are. Also for run files of earlier versions, which have no such figures.",
         ),
     ] = None,
     uncertainty: Annotated[

@@ -1,4 +1,4 @@
-"""Figures beside accuracy of a run's last test, for the page: all images, each domain and each client, and who is taken for whom."""
+"""Classification metrics of a run's last test, for the page: all images, each domain and each client, and the confusion matrix."""
 
 from __future__ import annotations
 

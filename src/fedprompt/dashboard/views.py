@@ -104,7 +104,7 @@ class Views:
         return self._answers.get(("clients", follower.found.id), key, lambda: _clients(follower, evaluated))
 
     def classes(self, query: Query) -> dict[str, Any]:
-        """Figures beside accuracy of the last test, and the confusion matrix."""
+        """Classification metrics of the last test, with the confusion matrix."""
         follower = self._follower(query)
         with follower.lock:
             key = (follower.generation, len(follower.history.evaluated), follower.history.final_test is None)

@@ -40,7 +40,7 @@ from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_text import WithText, precise
 from fedprompt.methods.fedcocoop import similarity_by_image
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, pick
 
@@ -104,8 +104,8 @@ class FedDPT(WithText):
         return (Stage(self, ("context", "vision"), train.epochs),)
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-        vision = (VisionPrompt(params["vision"], (0,)),)
-        return Prompts(vision=vision, text={"own": self.as_context(params["context"])} if batch.training else {})
+        vision = (TokenPrompt(params["vision"], (0,)),)
+        return Prompts(tokens=vision, text={"own": self.as_context(params["context"])} if batch.training else {})
 
     def log_weights(self, seen: Seen) -> Tensor:
         """log w (B, n)."""

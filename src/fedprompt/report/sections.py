@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RANKS = "Ranks over tasks"
-BESIDE = "Classification metrics"
+METRICS = "Classification metrics"
 MOST_OPEN = 6  # pictures of one kind that are not folded
 MOST_LISTED = 8  # names or numbers in a cell
 
@@ -70,7 +70,7 @@ def all_parts(runs: Sequence[Run], arranged: Arrangement, found: class_tables.Fo
         fairness(arranged),
         clients_by_round(arranged),
         domains(arranged),
-        beside_accuracy(found or class_tables.stored(runs), arranged),
+        classification_metrics(found or class_tables.stored(runs), arranged),
         calibration(arranged),
         communication(arranged),
         time_by_phase(arranged),
@@ -139,11 +139,11 @@ def _domain_table(column: Column) -> Table:
     return Table(_named("Accuracy by domain, per cent", column), ["Method", *names], rows)
 
 
-def beside_accuracy(found: class_tables.Found, arranged: Arrangement) -> Part:
-    """Figures by class of the last test, and one confusion matrix for each method."""
+def classification_metrics(found: class_tables.Found, arranged: Arrangement) -> Part:
+    """Those of the last test, and one confusion matrix for each method."""
     every = class_tables.rows_by_run(found)
     if not every:
-        return Part(BESIDE)
+        return Part(METRICS)
     shown, seen = [], set[str]()
     for run, figures in found.by_run.items():
         if figures and run.config.label not in seen:
@@ -158,7 +158,7 @@ def beside_accuracy(found: class_tables.Found, arranged: Arrangement) -> Part:
         if (rows := class_tables.rows_by_method(found, column))
     ]
     details = [Table("By run, domain and client", class_tables.head_by_run(found), every)]
-    return Part(BESIDE, [found.meaning], shown[:2], shown[2:], tables, details, unfolded=True)
+    return Part(METRICS, [found.meaning], shown[:2], shown[2:], tables, details, unfolded=True)
 
 
 def time_by_phase(arranged: Arrangement) -> Part:

@@ -16,7 +16,7 @@ from fedprompt.core.method import Server, cross_entropy
 from fedprompt.errors import ConfigError
 from fedprompt.methods.feddpt import FedDPT
 from fedprompt.methods.fedmaple import FedMaPLe
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -38,7 +38,7 @@ def test_logits_mix_the_contexts_by_what_the_tower_sees_of_the_domain(settings: 
     images, positions = runtime.bank.images(1, "train"), torch.arange(4)
     batch = make_batch(method, images, positions, training)
     seen = forward(method, world, params, images, positions, batch, {})
-    slot = VisionPrompt(params["vision"], (0,))
+    slot = TokenPrompt(params["vision"], (0,))
     rows = runtime.bank.backbone.run(images.tokens(positions), [slot], ("cls", "prompts", "image"))
     contexts = server.own["contexts"].clone()
     contexts[1] = params["context"]

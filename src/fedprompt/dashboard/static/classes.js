@@ -1,4 +1,4 @@
-// Figures beside accuracy of the last test, and which class is taken for which.
+// Classification metrics of the last test, and which class is taken for which.
 
 import { h } from "./dom.js";
 import { percent, plural } from "./format.js";
@@ -33,7 +33,7 @@ function matrix(classes, confusion) {
     const share = totals[row] ? count / totals[row] : 0;
     const found = h("td", {}, count ? String(count) : "");
     found.style.background = cividis(share);
-    found.style.color = share > 0.5 ? "#000" : "#fff";
+    found.style.color = share >= 0.45 ? "#000" : "#fff";
     return found;
   };
   return table("Classes by prediction", ["Class, and images taken for", ...classes], classes.map((name, row) => [name, ...confusion[row]]), cell);
