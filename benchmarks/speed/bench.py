@@ -201,11 +201,13 @@ def started(config: Path, number: int) -> tuple[float, float]:
     return seconds, used.ru_maxrss / 1024
 
 
-def jobs(data: Path | None, until: float) -> Part:
+def jobs(data: Path | None, until: float, letters: Sequence[str]) -> Part:
     """(f) to (l): whole jobs against plain programs."""
     rows: list[Row] = []
     figures: dict[str, Any] = {"peak_gflops_per_second": whole_jobs.gemm_peak() / 1e9}
     for work in whole_jobs.JOBS:
+        if letters and work.letter not in letters:
+            continue
         name = f"({work.letter}) {work.what}"
         if time.monotonic() > until:
             rows.append(Row(name, target=work.target, why=f"not begun: {MINUTES} minutes were over"))
@@ -238,12 +240,20 @@ def job_rows(work: whole_jobs.Work, found: dict[str, Any], peak: float) -> list[
         )
         for which, own in (("warm", warm), ("cold", cold))
     ]
+    if work.flower:
+        other, reason = found.get("flower"), found.get("why flower", "")
+        ratio = None if other is None else other / warm["wall"]
+        what = f"{name}, warm: the plain program in Flower's simulation"
+        rows.append(Row(what, told(warm["wall"]), "-" if other is None else told(other), ratio, why=reason))
     speed = found["flops"] / warm["wall"]
     share, most = 100 * speed / peak, f"{peak / 1e9:.3g} GFLOP/s"
     rows.append(Row(f"{name}: share of the GEMM peak, warm", f"{speed / 1e9:.3g} GFLOP/s", most, share, "%", work.peak))
     needs = [None if side is None else f"{told(side['cpu'])}, {side['megabytes']:.0f} MB" for side in (warm, plain)]
     ratio = None if beside is None else beside["cpu"] / warm["cpu"]
     rows.append(Row(f"{name}: CPU seconds and peak memory, warm", needs[0] or "-", needs[1] or "-", ratio))
+    phases = found["seconds by phase"]
+    evaluation = 100 * phases.get("evaluate", 0.0) / sum(phases.values())
+    rows.append(Row(f"{name}: evaluations' share of the rounds, warm", figure=evaluation, unit="%"))
     expected, happened = found["estimated seconds of the rounds"], found["seconds of the rounds"]
     if happened < SHORTEST_ESTIMATE:
         return rows  # shorter than anybody asks about
@@ -281,6 +291,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="of the toy jobs and the starts")
     parser.add_argument("--steps", type=int, default=1, help="how often each training step is timed")
     parser.add_argument("--data", type=Path, help="a folder with pacs.parquet and caltech101.parquet, for the jobs")
+    parser.add_argument(
+        "--jobs", nargs="+", choices=[work.letter for work in whole_jobs.JOBS], default=[], help="all if not given"
+    )
     parser.add_argument("--output", type=Path, default=HERE / "bench.json")
     asked = parser.parse_args()
     until = time.monotonic() + 60 * MINUTES
@@ -288,7 +301,9 @@ def main() -> None:
     for name in asked.only:
         print(f"measuring: {name}", file=sys.stderr)
         try:
-            parts[name] = jobs(asked.data, until) if name == "jobs" else PARTS[name](asked.repeats, asked.steps)
+            parts[name] = (
+                jobs(asked.data, until, asked.jobs) if name == "jobs" else PARTS[name](asked.repeats, asked.steps)
+            )
         except Unavailable as error:
             parts[name] = Part([Row(name, why=str(error))], {})
     rows = [row for part in parts.values() for row in part.rows]

@@ -20,7 +20,7 @@ from fedprompt.io.files import cache_directory
 
 REQUIREMENTS = {
     "pfl": ("pfl[pytorch]==0.6.0", "torch==2.13.0"),
-    "flower": ("flwr[simulation]==1.41.0", "torch==2.13.0", "numpy"),
+    "flower": ("flwr[simulation]==1.41.0", "torch==2.13.0", "numpy", "transformers==5.22.2", "pillow"),
 }
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",

@@ -3,7 +3,7 @@
 Both sides get the same images, split, weights, start, batch size, rates, rounds and evaluations, one thread, float32.
 Images are decoded once by both. Ours runs twice: with an empty cache of pixels and features, and again with what the
 first run left (cold and warm); frozen weights are at hand for both sides. The mean accuracies over clients at the end
-must be near each other, or the row says that the sides learned something else.
+must be near each other, or the row says that the sides learned something else. One job also runs in Flower's simulation.
 
 The FLOPs of a job are those of the matrix products that our warm run really makes: what must be done once every exact
 shortcut is taken. They are counted in a run of one round, and every round does the same.
@@ -15,14 +15,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from peers import ONE_THREAD, Unavailable, last_line, printed
+from peers import MARK, ONE_THREAD, QUIET, Unavailable, end_marked, environment, last_line, parsed, printed
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 600  # the longest a side may take
@@ -47,18 +49,20 @@ class Work:
     kind: tuple[str, str] = VISION
     rounds: int = 3
     clients: int = 4
+    flower: str = ""
+    """The same program in Flower's simulation."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 VISION_JOBS = (
-    Work("f", "FedVPT-D, 4 clients", {"name": "fedvpt_deep"}, "fedvpt_deep", 1.4, 75),
+    Work("f", "FedVPT-D, 4 clients", {"name": "fedvpt_deep"}, "fedvpt_deep", 1.4, 75, flower="fedvpt_deep_flower"),
     Work("g", "pFedBayesPT, V = 5", {"name": "pfedbayespt", "predict_draws": 5}, "pfedbayespt", 2, 75, rounds=2),
-    Work("h", "PEP-FedPT", {"name": "pep_fedpt"}, "", 1.6, 75),
+    Work("h", "PEP-FedPT", {"name": "pep_fedpt"}, "pep_fedpt", 1.6, 75),
 )
 TEXT_JOBS = (
     Work("i", "PromptFL", {"name": "promptfl"}, "promptfl", 20, None, TEXT, 2, 10),
-    Work("j", "pFedMoAP", {"name": "pfedmoap"}, "", 20, None, TEXT, 2, 10),
-    Work("k", "pFedDC with vision prompts", {"name": "pfeddc"}, "", 1.5, 75, (VISION[0], "mini"), 2, 4),
+    Work("j", "pFedMoAP", {"name": "pfedmoap"}, "pfedmoap", 20, None, TEXT, 2, 10),
+    Work("k", "pFedDC with vision prompts", {"name": "pfeddc"}, "pfeddc", 1.5, 75, (VISION[0], "mini"), 2, 4),
 )
 JOBS = (*VISION_JOBS, *TEXT_JOBS, Work("l", "Head-Tune", {"name": "head_tune"}, "head_tune", 20, rounds=8))
 
@@ -131,19 +135,37 @@ def prepare(folder: Path, settings: dict[str, Any]) -> None:
         "rates": {name: learning_rate(train, name, start) for name in start},
         "shared": sorted(world.roles.shared),
         "local": sorted(world.roles.local),
+        "trained": sorted({name for stage in made.method.stages(world, train) for name in stage.trainable}),
         "clients": [
             {part: filed(parts[part][client]) for part in ("train", "test")} for client in range(world.clients)
         ],
     }
-    method = made.method
-    if hasattr(method, "keep_probability"):
-        names = {"keep": "keep_probability", "prior": "prior_scale", "kl_weight": "kl_weight", "draws": "predict_draws"}
-        job["method"] = {name: getattr(method, theirs) for name, theirs in names.items()}
+    job["method"] = of_method(str(made.config.method["name"]), made.method, world)
     save_file({name: tensor.contiguous().clone() for name, tensor in start.items()}, folder / "start.safetensors")
     as_transformers(backbone).save_pretrained(folder / "model")
     if isinstance(backbone, DualEncoder):
         job |= prepare_text(folder, backbone, world.class_names)
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+
+
+def of_method(name: str, method: Any, world: Any) -> dict[str, Any]:
+    """The numbers that a plain program needs of a method's settings."""
+    names = {
+        "pfedbayespt": {
+            "keep": "keep_probability",
+            "prior": "prior_scale",
+            "kl_weight": "kl_weight",
+            "draws": "predict_draws",
+        },
+        "pfedmoap": {"width": "gate_width", "heads": "heads", "scaling": "scaling", "local_weight": "local_weight"},
+        "pfeddc": {"heads": "heads"},
+    }.get(name, {})
+    found = {short: getattr(method, setting) for short, setting in names.items()}
+    if name == "pfedmoap":
+        found["others"] = method.others(world)
+    if name == "pep_fedpt":
+        found["class_blocks"] = list(method.blocks_of_classes(world))
+    return found
 
 
 def prepare_text(folder: Path, backbone: Any, class_names: Sequence[str]) -> dict[str, Any]:
@@ -178,24 +200,28 @@ def prepare_text(folder: Path, backbone: Any, class_names: Sequence[str]) -> dic
     return {"names": ends, "start_token": text.start, "scale": backbone.scale}
 
 
-def spent(command: Sequence[str], folder: Path) -> tuple[Spent, str]:
+def spent(command: Sequence[str], folder: Path, extra: Mapping[str, str] | None = None) -> tuple[Spent, str]:
     """Run a side; its accuracy is filled in by the caller. The second part is what it printed."""
-    out, err = folder / "out.txt", folder / "err.txt"
+    out, err, mark = folder / "out.txt", folder / "err.txt", uuid.uuid4().hex
     with out.open("wb") as printed_to, err.open("wb") as told:
         began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=printed_to, stderr=told, env={**os.environ, **ONE_THREAD})
+        known = {**os.environ, **ONE_THREAD, **(extra or {}), MARK: mark}
+        process = subprocess.Popen(command, stdout=printed_to, stderr=told, env=known)
         last = began + SECONDS
-        while True:
-            done, status, used = os.wait4(process.pid, os.WNOHANG)
-            if done:
-                break
-            if time.perf_counter() > last:
-                process.kill()
-                os.wait4(process.pid, 0)
-                process.returncode = -9
-                raise Unavailable(f"took more than {SECONDS} s")
-            time.sleep(0.01)
-    wall = time.perf_counter() - began
+        try:
+            while True:
+                done, status, used = os.wait4(process.pid, os.WNOHANG)
+                if done:
+                    break
+                if time.perf_counter() > last:
+                    process.kill()
+                    os.wait4(process.pid, 0)
+                    process.returncode = -9
+                    raise Unavailable(f"took more than {SECONDS} s")
+                time.sleep(0.01)
+            wall = time.perf_counter() - began
+        finally:
+            end_marked(mark)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise Unavailable(last_line(err.read_text(errors="replace")))
@@ -236,6 +262,23 @@ def plain(folder: Path, program: str) -> Spent:
     found, said = spent([sys.executable, str(HERE / "plain" / f"{program}.py"), str(folder)], folder)
     average = json.loads(said.strip().splitlines()[-1])["average"]
     return Spent(found.wall, found.cpu, found.megabytes, average)
+
+
+def in_flower(folder: Path, program: str, expected: float) -> float:
+    """Seconds of the same program in Flower's simulation, and of the start of Ray; it must have learned the same."""
+    python = environment("flower")
+    with tempfile.TemporaryDirectory(prefix="fb") as scratch:  # a short name: Ray makes sockets in it
+        command = [str(python), str(HERE / "plain" / f"{program}.py"), str(folder), scratch]
+        where = {**QUIET, "FLWR_HOME": scratch, "PYTHONPATH": str(HERE / "plain")}
+        found, said = spent(command, folder, where)
+    require_near(parsed(said.strip().splitlines()[-1])["average"], expected)
+    return found.wall
+
+
+def require_near(average: float, expected: float) -> None:
+    """Times of sides that learn different things cannot be compared."""
+    if abs(average - expected) > POINTS_APART:
+        raise Unavailable(f"learned something else: {average:.3f}, {expected:.3f} of ours")
 
 
 def flops(folder: Path, settings: dict[str, Any], rounds: int) -> float:
@@ -283,13 +326,18 @@ def measure(work: Work, data: Path | None, folder: Path) -> dict[str, Any]:
     found |= {"cold": asdict(cold), "warm": asdict(warm), "flops": flops(folder, settings, work.rounds)}
     found |= {"estimated seconds of the rounds": expected, "seconds of the rounds": sum(phases.values())}
     found["seconds by phase"] = phases
-    if work.plain:
+    if not work.plain:
+        return found
+    try:
+        prepare(folder, settings)
+        beside = plain(folder, work.plain)
+        found["plain"] = asdict(beside)
+        require_near(beside.average, cold.average)
+    except Unavailable as error:
+        found["why"] = str(error)
+    if work.flower:
         try:
-            prepare(folder, settings)
-            beside = plain(folder, work.plain)
-            found["plain"] = asdict(beside)
-            if abs(beside.average - cold.average) > POINTS_APART:
-                raise Unavailable(f"learned something else: {beside.average:.3f}, {cold.average:.3f} of ours")
+            found["flower"] = in_flower(folder, work.flower, cold.average)
         except Unavailable as error:
-            found["why"] = str(error)
+            found["why flower"] = str(error)
     return found

@@ -22,8 +22,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 Params = dict[str, Tensor]
-Loss = Callable[[Params, Tensor, Tensor], Tensor]  # of parameters, images and labels
-Predict = Callable[[Params, Tensor], Tensor]  # probabilities (B, C)
 
 
 @dataclass
@@ -39,10 +37,38 @@ class Part:
             yield self.images[batch], self.labels[batch]
 
 
+def nothing(client: int, params: Params) -> Params:
+    """What most methods compute before a participation or a test."""
+    return {}
+
+
+def stays(client: int, params: Params) -> Params:
+    """What most methods do with the local tensors after training."""
+    return params
+
+
+@dataclass(frozen=True)
+class Program:
+    """A method, as functions of parameters."""
+
+    loss: Callable[[Params, Tensor, Tensor], Tensor]
+    """Of parameters, images and labels."""
+    predict: Callable[[Params, Tensor], Tensor]
+    """Probabilities (B, C)."""
+    before_training: Callable[[int, Params], Params] = nothing
+    """Further tensors of a client that are not trained."""
+    before_test: Callable[[int, Params], Params] = nothing
+    kept: Callable[[int, Params], Params] = stays
+    """The local tensors after a participation."""
+    after_round: Callable[[list[Params]], None] = lambda uploads: None
+    """Given what all clients have uploaded."""
+
+
 class Job:
     """The files of a job."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, images: bool = True) -> None:
+        """Without `images` there is only what a server needs."""
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.folder = folder
@@ -51,6 +77,8 @@ class Job:
         tensors = load_file(folder / "start.safetensors")
         self.shared = {name: tensor for name, tensor in tensors.items() if name in self.settings["shared"]}
         self.local = {name: tensor for name, tensor in tensors.items() if name in self.settings["local"]}
+        if not images:
+            return
         self.model = transformers.AutoModel.from_pretrained(folder / "model").eval().requires_grad_(False)
         self.clients = [
             {part: self._decoded(own[part]) for part in ("train", "test")} for own in self.settings["clients"]
@@ -65,43 +93,53 @@ class Job:
         mean, std = (torch.tensor(self.settings[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
         return Part((images - mean) / std, torch.tensor([label for _, label in files]))
 
-    def run(self, loss: Loss, predict: Predict) -> None:
+    def run(self, program: Program) -> None:
         """All rounds, each with an evaluation of every client; the last line printed is the mean accuracy over clients."""
         settings, shared = self.settings, self.shared
         kept = [self.local for _ in self.clients]
         for number in range(settings["rounds"]):
-            fall = 0.5 * (1 + math.cos(math.pi * number / settings["rounds"]))
             uploads, sizes = [], []
             for client, parts in enumerate(self.clients):
-                params = {n: t.clone().requires_grad_() for n, t in {**shared, **kept[client]}.items()}
-                groups = [{"params": [tensor], "lr": fall * settings["rates"][n]} for n, tensor in params.items()]
-                optimizer = torch.optim.Adam(groups)
-                for _ in range(settings["epochs"]):
-                    for images, labels in parts["train"].batches(settings["batch_size"], shuffled=True):
-                        optimizer.zero_grad()
-                        loss(params, images, labels).backward()
-                        optimizer.step()
-                uploads.append({name: params[name].detach() for name in shared})
-                kept[client] = {name: params[name].detach() for name in self.local}
+                upload, kept[client] = self.trained(program, client, number, shared, kept[client])
+                uploads.append(upload)
                 sizes.append(len(parts["train"].labels))
             total = sum(sizes)
             shared = {
                 name: sum(size / total * each[name] for size, each in zip(sizes, uploads, strict=True))  # type: ignore[misc]
                 for name in shared
             }
-            accuracies = [
-                self._accuracy(predict, {**shared, **own}, parts["test"])
-                for own, parts in zip(kept, self.clients, strict=True)
-            ]
+            program.after_round(uploads)
+            accuracies = [self.accuracy(program, client, {**shared, **own}) for client, own in enumerate(kept)]
             average = sum(accuracies) / len(accuracies)
             print(f"round {number + 1}: {100 * average:.2f} %", file=sys.stderr)
         print(json.dumps({"average": average}))
 
+    def trained(
+        self, program: Program, client: int, number: int, shared: Params, local: Params
+    ) -> tuple[Params, Params]:
+        """What a client uploads and what it keeps after its part of a round."""
+        settings = self.settings
+        fall = 0.5 * (1 + math.cos(math.pi * number / settings["rounds"]))
+        params = {name: tensor.clone() for name, tensor in {**shared, **local}.items()}
+        params |= program.before_training(client, params)
+        learned = [name for name in settings["trained"] if name in params]
+        groups = [{"params": [params[name].requires_grad_()], "lr": fall * settings["rates"][name]} for name in learned]
+        optimizer = torch.optim.Adam(groups)
+        for _ in range(settings["epochs"]):
+            for images, labels in self.clients[client]["train"].batches(settings["batch_size"], shuffled=True):
+                optimizer.zero_grad()
+                program.loss(params, images, labels).backward()
+                optimizer.step()
+        params = {name: tensor.detach() for name, tensor in params.items()}
+        return {name: params[name] for name in shared}, program.kept(client, {name: params[name] for name in local})
+
     @torch.no_grad()
-    def _accuracy(self, predict: Predict, params: Params, part: Part) -> float:
-        right = 0
+    def accuracy(self, program: Program, client: int, params: Params) -> float:
+        """The share of its test images that a client gets right."""
+        params = {**params, **program.before_test(client, params)}
+        part, right = self.clients[client]["test"], 0
         for images, labels in part.batches(self.settings["evaluation_batch"], shuffled=False):
-            right += int((predict(params, images).argmax(-1) == labels).sum())
+            right += int((program.predict(params, images).argmax(-1) == labels).sum())
         return right / len(part.labels)
 
 
@@ -110,14 +148,28 @@ def job() -> Job:
     return Job(Path(sys.argv[1]))
 
 
-def prompted_cls(model: Any, images: Tensor, prompts: Callable[[int], Tensor]) -> Tensor:
-    """The CLS row (B, d) of DINOv2 with tokens (B, n, d) or (n, d) that are new before every block."""
+Between = Callable[[int, Tensor], Tensor]
+
+
+def prompted_rows(model: Any, images: Tensor, prompts: Between) -> Tensor:
+    """The rows (B, 1 + n + M, d) of DINOv2 after the last norm: CLS, prompts, patches.
+
+    `prompts` gives what stands between CLS and patches in a block, (B, n, d) or (n, d), of the block's number and of what
+    came out of the block before, (B, n, d).
+    """
     x = model.embeddings(images)
     patches = x.shape[1] - 1
     for number, layer in enumerate(model.encoder.layer):
-        tokens = prompts(number)
-        x = torch.cat([x[:, :1], tokens.expand(len(x), -1, -1), x[:, -patches:]], dim=1)
+        before = x[:, 1:-patches]
+        tokens = prompts(number, before)
+        if tokens is not before:
+            x = torch.cat([x[:, :1], tokens.expand(len(x), -1, -1), x[:, -patches:]], dim=1)
         x = layer(x)
         x = x[0] if isinstance(x, tuple) else x
-    row: Tensor = model.layernorm(x)[:, 0]
-    return row
+    rows: Tensor = model.layernorm(x)
+    return rows
+
+
+def prompted_cls(model: Any, images: Tensor, prompts: Between) -> Tensor:
+    """The CLS row (B, d) of it."""
+    return prompted_rows(model, images, prompts)[:, 0]

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import torch.nn.functional as F
-from federated import Params, job, prompted_cls
+from federated import Job, Params, Program, job, prompted_cls
 from torch import Tensor
 
-own = job()
+
+def program(own: Job) -> Program:
+    def logits(params: Params, images: Tensor) -> Tensor:
+        cls = prompted_cls(own.model, images, lambda block, before: params["prompt"][block])
+        return F.linear(cls, params["head.weight"], params["head.bias"])
+
+    return Program(
+        loss=lambda params, images, labels: F.cross_entropy(logits(params, images), labels),
+        predict=lambda params, images: logits(params, images).softmax(-1),
+    )
 
 
-def logits(params: Params, images: Tensor) -> Tensor:
-    cls = prompted_cls(own.model, images, lambda block: params["prompt"][block])
-    return F.linear(cls, params["head.weight"], params["head.bias"])
+@cache
+def opened(folder: str) -> tuple[Job, Program]:
+    """The files of a job, read once by a process."""
+    own = Job(Path(folder))
+    return own, program(own)
 
 
-own.run(
-    loss=lambda params, images, labels: F.cross_entropy(logits(params, images), labels),
-    predict=lambda params, images: logits(params, images).softmax(-1),
-)
+if __name__ == "__main__":
+    own = job()
+    own.run(program(own))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from federated import Params, job
+from federated import Params, Program, job
 from torch import Tensor
 
 own = job()
@@ -17,6 +17,8 @@ def logits(params: Params, images: Tensor) -> Tensor:
 
 
 own.run(
-    loss=lambda params, images, labels: F.cross_entropy(logits(params, images), labels),
-    predict=lambda params, images: logits(params, images).softmax(-1),
+    Program(
+        loss=lambda params, images, labels: F.cross_entropy(logits(params, images), labels),
+        predict=lambda params, images: logits(params, images).softmax(-1),
+    )
 )

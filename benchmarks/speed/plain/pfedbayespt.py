@@ -10,7 +10,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from federated import Params, job, prompted_cls
+from federated import Params, Program, job, prompted_cls
 from torch import Tensor
 
 own = job()
@@ -50,7 +50,7 @@ def logits(params: Params, images: Tensor, rows: Tensor, instance: Tensor) -> Te
     """Of images with instance prompts (B, L, v, d)."""
     instance = instance * rows.square().mean((-2, -1))[..., None, None].sqrt()
 
-    def prompts(block: int) -> Tensor:
+    def prompts(block: int, before: Tensor) -> Tensor:
         return torch.cat([params["prompt"][block].expand(len(images), -1, -1), instance[:, block]], dim=1)
 
     return F.linear(prompted_cls(own.model, images, prompts), params["head.weight"], params["head.bias"])
@@ -77,4 +77,4 @@ def predict(params: Params, images: Tensor) -> Tensor:
     return torch.stack([logits(params, images, rows, each).softmax(-1) for each in mean]).mean(0)
 
 
-own.run(loss, predict)
+own.run(Program(loss, predict))

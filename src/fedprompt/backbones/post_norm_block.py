@@ -15,7 +15,7 @@ from torch import Tensor
 from fedprompt.backbones import layers
 from fedprompt.backbones.layers import Weights
 from fedprompt.backbones.shape import ViTShape
-from fedprompt.modules.insertion import spread
+from fedprompt.modules.insertion import together
 
 
 def words(rows: Tensor) -> Tensor:
@@ -27,8 +27,8 @@ def run_post_norm_block(
     weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive: Sequence[Tensor], own: Sequence[bool]
 ) -> list[Tensor]:
     """The live pieces (B, R, d) after the block. `own` says of each piece, live ones first, whether it is of the sentence."""
-    batch = len(live[0])
-    pieces = [*live, *(spread(rows, batch) for rows in passive)]
+    pieces = together([*live, *passive])
+    live = pieces[: len(live)]
     real = torch.cat([_real(rows, mine) for rows, mine in zip(pieces, own, strict=True)], dim=1)
     x = torch.cat(list(live), dim=1)
     mixed = _attention(weights, shape, x, torch.cat(pieces, dim=1), real)
@@ -46,8 +46,7 @@ def sentence_attention(weights: Weights, shape: ViTShape, pieces: Sequence[Tenso
     """The shares (B, pieces) of the attention of the sentence, the first piece; means over its words and the heads. With a
     CLS row, of that row.
     """
-    batch = len(pieces[0])
-    pieces = [spread(piece, batch) for piece in pieces]
+    pieces = together(pieces)
     real = torch.cat([_real(rows, mine) for rows, mine in zip(pieces, own, strict=True)], dim=1)
     rows = torch.cat(pieces, dim=1)
     query, key = _projected(weights, shape, rows, 0), _projected(weights, shape, rows, 1)
@@ -74,4 +73,5 @@ def _projected(weights: Weights, shape: ViTShape, rows: Tensor, part: int) -> Te
     """Queries (0), keys (1) or values (2) of some rows, (B, heads, R, d / heads)."""
     own = slice(part * shape.width, (part + 1) * shape.width)
     projected = F.linear(rows, weights["attention.in.weight"][own], weights["attention.in.bias"][own])
+    projected = layers.scaled(weights, "attention.in", projected, own)
     return projected.unflatten(-1, (shape.heads, -1)).transpose(1, 2)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedprompt.client.advance import Advance, Listener
 from fedprompt.client.batch_schedule import Plan, batch_schedule_of, in_order, mixed_order
-from fedprompt.client.batch_sizing import BatchSizer, Noise, StepNeeds, shapes_of
+from fedprompt.client.batch_sizing import Axes, BatchSizer, Noise, StepNeeds, shapes_of
 from fedprompt.client.batched_clients import (
     StackedBatch,
     StackedParams,
@@ -27,6 +29,8 @@ from fedprompt.features.image_bank import ImageBank, Images
 from fedprompt.random_streams import stream
 from fedprompt.tensors import Tensors
 
+ROW = 16  # most images of one client side by side: many rows fill a batch, few of them have to be filled up
+
 Predicted = tuple[Tensor, dict[str, float]]  # probabilities (V, images, C) of V draws, and the method's own numbers
 
 
@@ -38,6 +42,30 @@ def among_classes_of(labels: Tensor, probabilities: Tensor) -> Tensor:
     own[labels.unique().to(own.device)] = True
     among = probabilities * own
     return among / among.sum(-1, keepdim=True).clamp_min(torch.finfo(among.dtype).tiny)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some images of a client that go through the backbone beside those of others."""
+
+    client: int
+    positions: Tensor
+    """Among its images."""
+    ends: bool
+    """Whether an evaluation batch of the client ends with it."""
+
+
+def part_of_draws(noise: Tensors, axes: Axes, size: int, start: int, count: int) -> Tensors:
+    """The draws of some of the images of a batch; `axes` says where the images are."""
+
+    def cut(name: str, tensor: Tensor) -> Tensor:
+        if name not in axes or count == size:
+            return tensor
+        axis, times = axes[name]
+        found: Tensor = tensor.unflatten(axis, (times, size)).narrow(axis + 1, start, count).flatten(axis, axis + 1)
+        return found
+
+    return {name: cut(name, tensor) for name, tensor in noise.items()}
 
 
 class Means:
@@ -82,12 +110,14 @@ class Testing:
         steps = sum(math.ceil(len(each) / batch) for each in images.values())
         self._advance = Advance(self.listener, "testing", len(params), steps)
         with torch.no_grad():
-            for group, step_needs in self._groups(params, images):
+            for group, step_needs, rows in self._groups(params, images):
 
-                def work(clients: list[int], needs: StepNeeds = step_needs) -> dict[int, Predicted]:
-                    if len(clients) == 1:
-                        client = clients[0]
-                        return {client: self._alone(client, needs, params[client], images[client], round)}
+                def work(clients: list[int], needs: StepNeeds = step_needs, rows: int = rows) -> dict[int, Predicted]:
+                    if rows == 1:
+                        return {
+                            client: self._alone(client, needs, params[client], images[client], round)
+                            for client in clients
+                        }
                     return self._together(clients, needs, params, images, round)
 
                 for part in in_fitting_parts(group, self.sizer, self._advance, work):
@@ -107,22 +137,24 @@ class Testing:
 
     def _groups(
         self, params: Mapping[int, Tensors], images: Mapping[int, Images]
-    ) -> Iterator[tuple[list[int], StepNeeds]]:
-        """Clients that are tested together, those with more images first: as a batch goes on, those that are done fall off."""
+    ) -> Iterator[tuple[list[int], StepNeeds, int]]:
+        """Clients that are tested together, and how many rows of images of them make a batch of good size."""
         kinds: dict[object, list[int]] = {}
-        for client in sorted(params, key=lambda client: -len(images[client])):
+        for client in params:
             kinds.setdefault(shapes_of(params[client]), []).append(client)
         for clients in kinds.values():
-            first, most = clients[0], min(len(images[clients[0]]), self.config.federation.evaluation_batch)
+            clients.sort(key=lambda client: -self._row(len(images[client])))  # rows of a batch are about as long
+            first, longest = clients[0], self._row(len(images[clients[0]]))
             step_needs = self.sizer.of(self.method, params[first], images[first], training=False)
-            size = self.sizer.clients(step_needs, most)
-            for start in range(0, len(clients), size):
-                ahead = [
-                    torch.from_numpy(images[client].indices) for client in clients[start + size : start + 2 * size]
-                ]
-                if ahead:  # decoded while these are tested
-                    self.bank.prefetch(torch.cat(ahead), step_needs.features)
-                yield clients[start : start + size], step_needs
+            rows = self.sizer.clients(step_needs, longest)
+            several = len(clients) > 1 or len(images[first]) > longest
+            for group in [clients] if rows > 1 and several else [[client] for client in clients]:
+                yield group, step_needs, rows if several else 1
+
+    def _row(self, count: int) -> int:
+        """How many images of a client with that many go through the backbone as one row of a batch."""
+        count = min(count, self.config.federation.evaluation_batch)
+        return count if self.method.mixed_batches else math.ceil(count / math.ceil(count / ROW))
 
     def _alone(self, client: int, step_needs: StepNeeds, params: Tensors, images: Images, round: int) -> Predicted:
         draws, numbers = [], Means()
@@ -148,28 +180,61 @@ class Testing:
         round: int,
     ) -> dict[int, Predicted]:
         method = self.method
-        stacked = StackedParams.of([params[client] for client in clients])
-        draws = [stream(self.config.seed, round, client, "evaluation") for client in clients]
-        own = [images[client] for client in clients]
-        table = batch_schedule_of(own, [self._plan(len(each)) for each in own])
         parts: dict[int, list[Tensor]] = {client: [] for client in clients}
         numbers = {client: Means() for client in clients}
-        for step in range(table.steps):
-            sizes = table.now(step)
-            noise = [self.noise(method, each, False, draws[place]) for place, each in enumerate(sizes)]
-            folded = StackedBatch.of(table, step, noise, step_needs, method, self.world, self.bank, training=False)
-            working = stacked.first(len(sizes))
-            seen = forward_of_clients(method, self.world, working, self.bank, folded)
-            found = predictions_of_clients(method, self.world, working, seen, folded)
-            for place, (client, each) in enumerate(zip(clients, sizes, strict=False)):  # some may be done
-                parts[client].append(found[place, :, :each])
-                batch = folded.of_client(place)
-                measured = method.diagnostics(self.world, working.of_client(place), seen_by(seen, place), batch)
-                numbers[client].add(measured, each)
-            self._advance.add(len(sizes))
+        batches = list(self._batches(self._rows(clients, images), step_needs))
+        draws = {client: self._draws(client, step_needs, images[client], round) for client in clients}
+        for number, rows in enumerate(batches):
+            if number + 1 < len(batches):  # decoded while these are tested
+                ahead = [images[row.client].indices[row.positions.numpy()] for row in batches[number + 1]]
+                self.bank.prefetch(torch.from_numpy(np.concatenate(ahead)), step_needs.features)
+            table = batch_schedule_of(
+                [images[row.client] for row in rows], [(row.positions[None], [len(row.positions)]) for row in rows]
+            )
+            noise = [next(draws[row.client]) for row in rows]
+            folded = StackedBatch.of(table, 0, noise, step_needs, method, self.world, self.bank, training=False)
+            stacked = StackedParams.of([params[row.client] for row in rows])
+            seen = forward_of_clients(method, self.world, stacked, self.bank, folded)
+            found = predictions_of_clients(method, self.world, stacked, seen, folded)
+            for place, row in enumerate(rows):
+                own, size = folded.of_client(place), len(row.positions)
+                parts[row.client].append(found[place, :, :size])
+                measured = method.diagnostics(self.world, stacked.of_client(place), seen_by(seen, place), own)
+                numbers[row.client].add(measured, size)
+            self._advance.add(sum(row.ends for row in rows))
         return {
             client: (self._restored(torch.cat(parts[client], dim=1)), numbers[client].values()) for client in clients
         }
+
+    def _rows(self, clients: Sequence[int], images: Mapping[int, Images]) -> Iterator[Row]:
+        """The images of all clients as one stream, client by client and batch by batch."""
+        for client in clients:
+            positions, sizes = self._plan(len(images[client]))
+            for each, size in zip(positions, sizes, strict=True):
+                pieces = each[:size].split(self._row(size))
+                for number, piece in enumerate(pieces):
+                    yield Row(client, piece, number + 1 == len(pieces))
+
+    def _batches(self, rows: Iterable[Row], step_needs: StepNeeds) -> Iterator[list[Row]]:
+        """As many rows at a time as make a good batch, whoever they belong to."""
+        batch: list[Row] = []
+        longest = 0
+        for row in rows:
+            longest = max(longest, len(row.positions))
+            if batch and len(batch) >= self.sizer.clients(step_needs, longest):
+                yield batch
+                batch, longest = [], len(row.positions)
+            batch.append(row)
+        yield batch
+
+    def _draws(self, client: int, step_needs: StepNeeds, images: Images, round: int) -> Iterator[Tensors]:
+        """The random draws of each row of a client, made for whole batches."""
+        generator = stream(self.config.seed, round, client, "evaluation")
+        for size in self._plan(len(images))[1]:
+            noise = self.noise(self.method, size, False, generator)
+            piece = self._row(size)
+            for start in range(0, size, piece):
+                yield part_of_draws(noise, step_needs.axes, size, start, min(piece, size - start))
 
     def _plan(self, count: int) -> Plan:
         """The batches of that many images."""

@@ -1,9 +1,10 @@
 """What a run will need, from a few measured steps: seconds of a round and of the run, memory, bytes on the wire.
 
-One group of clients takes a few steps of every stage and predicts one batch each, from the parameters that round 1
-starts from; nothing of that is kept but features, which the run would compute as well. The rest is counting: steps of
-all clients, images of all evaluations, features that are not computed yet. What the server does is left out; it is
-small (docs/scale.md).
+Some clients take a few steps of every stage, send what they learned, begin a second round and predict one batch each;
+nothing of that is kept but features, which the run would compute as well. A second round is what most rounds are like:
+contexts differ from client to client then, so each is encoded, and experts have arrived. The rest is counting: steps of
+all clients, clients and images of all evaluations, features that are not computed yet. What the server does is left out;
+it is small (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fedprompt.client.local_training import TrainingJob
+from fedprompt.client.local_training import TrainingJob, TrainingResult
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.config import Config
 from fedprompt.core import wire
 from fedprompt.core.client_sampling import cohort_size, sample_cohort
-from fedprompt.core.method import Server, Stage
+from fedprompt.core.method import Server, Stage, Upload
 from fedprompt.experiment.pace import as_time
 from fedprompt.features.image_bank import Images
+from fedprompt.federation.aggregate import rule
 from fedprompt.federation.loop import is_evaluated
 from fedprompt.report.comparison_table import format_bytes
 from fedprompt.tensors import Tensors
@@ -68,9 +70,13 @@ class Estimate:
         once = f" and {as_time(self.features)} once for features" if self.features >= 1 else ""
         once += ", those of augmented images in every step" if self.augmented else ""
         memory = "" if self.megabytes is None else f"{self.megabytes:.0f} MB of memory; "
+        share = 100 * self.evaluations * self.evaluation / self.total if self.total else 0.0
+        often = (
+            f" ({share:.0f} % of the time; federation.evaluate_every says how often)" if self.evaluations > 1 else ""
+        )
         return (
             f"about {as_time(self.total)} in {self.rounds} rounds: {self.training:.3g} s of training in a round, "
-            f"{self.evaluation:.3g} s for each of {self.evaluations} evaluations{once}; {memory}"
+            f"{self.evaluation:.3g} s for each of {self.evaluations} evaluations{often}{once}; {memory}"
             f"{format_bytes(self.bytes_down)} down and {format_bytes(self.bytes_up)} up in a round"
         )
 
@@ -89,17 +95,21 @@ def may_be_long(config: Config, runtime: ClientRuntime) -> bool:
 
 
 def estimate(config: Config, runtime: ClientRuntime, tested: Sequence[int]) -> Estimate:
-    """Measure a few steps of the clients of round 1."""
+    """Measure a few steps of the clients of round 1, and what comes after them."""
     settings = config.federation
     cohort = sample_cohort(config.seed, 1, runtime.world.participants, settings.fraction)
     probe = _Probe(config, runtime, cohort[: runtime.cohort_size()])
     workers = max(1, min(config.engine.workers, -(-len(cohort) // max(1, len(probe.clients)))))
     taking_part = cohort_size(settings.fraction, len(runtime.world.participants))
-    training = sum(
+    steps = sum(
         probe.step(stage) * probe.steps(stage, runtime.world.participants, settings.fraction)
         for stage in runtime.method.stages(runtime.world, config.train)
     )
-    evaluation = probe.image() * float(runtime.bank.sizes(settings.evaluate_on)[np.asarray(tested)].sum())
+    training = steps + probe.next_round() * taking_part
+    image, client, once = probe.test()
+    evaluation = (
+        once + client * len(tested) + image * float(runtime.bank.sizes(settings.evaluate_on)[np.asarray(tested)].sum())
+    )
     evaluation += sum(probe.step(stage) * probe.steps(stage, tested, 1.0) for stage in runtime._adapting)
     down = wire.size_in_bytes(next(iter(probe.received.values()))) * taking_part
     up = sum(
@@ -128,19 +138,22 @@ def peak_megabytes() -> float | None:
 
 
 class _Probe:
-    """Some clients that take a few steps."""
+    """Some clients that take a few steps, and what they and the server have after them."""
 
     def __init__(self, config: Config, runtime: ClientRuntime, clients: Sequence[int]) -> None:
         self._config, self._runtime, self._world = config, runtime, runtime.world
         roles, method = self._world.roles, runtime.method
-        server = Server(wire.in_order(roles.shared), wire.in_order(roles.server)).for_clients(clients)
+        self._server = Server(wire.in_order(roles.shared), wire.in_order(roles.server)).for_clients(clients)
         self.received: dict[int, Tensors] = {}
         self.params: dict[int, Tensors] = {}
+        self._local: dict[int, Tensors] = {}
+        self._trained: dict[int, TrainingResult] = {}
         self.clients = list(clients)
         for client in clients:
             who = runtime._client(client, 1)
-            self.received[client] = dict(method.download(self._world, server, client))
-            self.params[client] = method.begin(self._world, who, self.received[client], runtime._local(client, who))
+            self._local[client] = runtime._local(client, who)
+            self.received[client] = dict(method.download(self._world, self._server, client))
+            self.params[client] = method.begin(self._world, who, self.received[client], self._local[client])
         self._part = config.federation.evaluate_on
         self._fresh: list[tuple[float, int]] = []  # seconds beyond those of a step, and features that were new then
         self._names: dict[str, list[np.ndarray]] = {}  # images by feature that is asked of them
@@ -153,36 +166,68 @@ class _Probe:
         if not jobs or not stage.trainable:
             return 0.0
         needs = runtime.sizer.of(stage.step, jobs[0].params, jobs[0].images, training=True)
-        jobs = jobs[: runtime.sizer.clients(needs, min(len(jobs[0].images), self._config.train.batch_size))]
+        jobs = jobs[: max(2, runtime.sizer.clients(needs, min(len(jobs[0].images), self._config.train.batch_size)))]
         if not self._config.train.augmented:
             self._wanted(needs.features, "train", self._world.participants)
 
         def take(steps: int) -> int:
             short = replace(stage, steps=min(steps, stage.steps or steps))
-            runtime.training.run((short,), jobs, 1, "estimate.")
+            found = zip(jobs, runtime.training.run((short,), jobs, 1, "estimate."), strict=True)
+            self._trained |= {job.client: each for job, each in found if isinstance(each, TrainingResult)}
             return sum(runtime.training.steps((short,), job.images, job.client) for job in jobs)
 
         return self._steady(take, needs.features)
 
-    def image(self) -> float:
-        """Seconds of one image of an evaluation, among others."""
+    def next_round(self) -> float:
+        """Seconds of a client from the end of its steps to the beginning of those of the next round."""
+        runtime, method, world = self._runtime, self._runtime.method, self._world
+        began, uploads = time.perf_counter(), []
+        for client, result in self._trained.items():
+            who, received = runtime._client(client, 1), self.received[client]
+            upload, self._local[client] = method.finish(world, who, received, result.params, result.progress)
+            statistics = runtime._statistics("round", 1, client, result.params, given=upload)
+            uploads.append(Upload(client, {**upload, **statistics}, 1 / len(self._trained)))
+        if uploads:
+            server = method.aggregate(world, self._server, uploads, rule(self._config.aggregation))
+            self._server = replace(server, round=1).for_clients(sorted(self._trained))
+        for client in self._trained:
+            received = dict(method.download(world, self._server, client))
+            method.begin(world, runtime._client(client, 2), received, self._local[client])
+        return (time.perf_counter() - began) / max(1, len(uploads))
+
+    def test(self) -> tuple[float, float, float]:
+        """Seconds of an image in an evaluation, of a client on top of its images, and of all clients on top of that."""
         runtime, batch = self._runtime, self._config.federation.evaluation_batch
-        images = {client: runtime.bank.images(client, self._part) for client in self.clients}
-        params = {client: self.params[client] for client in self.clients if len(images[client])}
-        if not params:
-            return 0.0
-        first = next(iter(params))
-        needs = runtime.sizer.of(runtime.method, params[first], images[first], training=False)
-        size = runtime.sizer.clients(needs, min(len(images[first]), batch))
-        params = {client: params[client] for client in list(params)[:size]}
-        few = {client: _first(images[client], batch) for client in params}
+        clients = [client for client in self._trained or self.clients if len(runtime.bank.images(client, self._part))]
+        if not clients:
+            return 0.0, 0.0, 0.0
+        images = {client: _first(runtime.bank.images(client, self._part), batch) for client in clients}
+        params = self.params[clients[0]]
+        needs = runtime.sizer.of(runtime.method, params, images[clients[0]], training=False)
         self._wanted(needs.features, self._part, self._world.participants)
+        before, began = self._missing(), time.perf_counter()
+        runtime.bank.load(torch.from_numpy(np.concatenate([own.indices for own in images.values()])), needs.features)
+        self._note_fresh(time.perf_counter() - began, before)
 
-        def take(steps: int) -> int:
-            runtime.testing.run(params, few, 0)
-            return sum(map(len, few.values()))
+        def seconds(some: Sequence[int]) -> float:
+            began = time.perf_counter()
+            params = {client: self._personalised(client) for client in some}
+            runtime.testing.run(params, {client: images[client] for client in some}, 0)
+            return time.perf_counter() - began
 
-        return self._steady(take, needs.features)
+        first, rest = seconds(clients[:1]), seconds(clients[1:]) if clients[1:] else 0.0
+        image = seconds(clients) / sum(map(len, images.values()))
+        first = max(0.0, first - image * len(images[clients[0]]))
+        if not clients[1:]:
+            return image, first, 0.0
+        each = max(0.0, rest - image * sum(len(images[client]) for client in clients[1:])) / len(clients[1:])
+        return image, each, max(0.0, first - each)
+
+    def _personalised(self, client: int) -> Tensors:
+        """What a client predicts with after its first round."""
+        method, who = self._runtime.method, self._runtime._tested(client, 1)
+        received = dict(method.download(self._world, self._server, client))
+        return method.personalise(self._world, who, received, self._local[client])
 
     def steps(self, stage: Stage, clients: Sequence[int], fraction: float) -> float:
         """That all of these clients take in a round, where a fraction of them takes part."""
@@ -209,10 +254,14 @@ class _Probe:
         began = time.perf_counter()
         again = take(STEPS)
         each = (time.perf_counter() - began) / max(again, 1)
+        self._note_fresh(first - done * each, before)
+        return each
+
+    def _note_fresh(self, seconds: float, before: Mapping[str, int]) -> None:
+        """That features which were missing before took so long."""
         new = sum(before.values()) - sum(self._missing().values())
         if new > 0:
-            self._fresh.append((max(0.0, first - done * each), new))
-        return each
+            self._fresh.append((max(0.0, seconds), new))
 
     def _wanted(self, names: Sequence[str], part: str, clients: Sequence[int]) -> None:
         lists = self._runtime.bank._clients[part]

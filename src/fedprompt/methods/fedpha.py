@@ -42,6 +42,8 @@ from fedprompt.methods.bases.with_text import check_room, similarity
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
 
+SAME = 1e-3  # distance of unit vectors that may be rounding alone, as both contexts can begin as the same words
+
 Length = Annotated[int, Field(ge=1)]
 
 
@@ -102,13 +104,22 @@ class FedPHA(WithLocalContext):
         shared, own, projected = (seen.text[name] for name in ("context", "local_context", "projected"))
         plain = super().loss(world, params, logits, seen, batch, noise)
         of_global = super().loss(world, params, similarity(world, seen.image, shared), seen, batch, noise)
-        push = F.relu(self.margin - torch.linalg.vector_norm(own - shared, dim=-1)).mean()
+        push = F.relu(self.margin - distance(own, shared)).mean()
         return plain + of_global + self.pull_weight * F.mse_loss(own, projected) + self.push_weight * push
 
 
+def distance(own: Tensor, shared: Tensor) -> Tensor:
+    """||own - shared|| over the last axis, without a gradient where the two are the same but for rounding."""
+    found = torch.linalg.vector_norm(own - shared, dim=-1)
+    return torch.where(found > SAME, found, found.detach())
+
+
 def projector(context: Tensor, kept_ratio: float) -> Tensor:
-    """Q (..., d, d) of a context (..., m, d), with its derivative with respect to the context."""
-    precise = context.to(torch.promote_types(context.dtype, torch.float32))
+    """Q (..., d, d) of a context (..., m, d), with its derivative with respect to the context.
+
+    In float64: in float32 the singular vectors of a context with two nearly equal words are off by 1e-3.
+    """
+    precise = context.double()
     with torch.no_grad():
         strong, weak = directions(precise, kept_ratio)  # (..., d, r), zero columns for directions that are not there
         spanned = torch.cat([strong, weak], dim=-1)

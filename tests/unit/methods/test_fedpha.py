@@ -15,7 +15,7 @@ from fedprompt.core import registry
 from fedprompt.core.method import Batch
 from fedprompt.errors import ConfigError
 from fedprompt.methods.coop import CoOp
-from fedprompt.methods.fedpha import FedPHA, projector
+from fedprompt.methods.fedpha import FedPHA, distance, projector
 from fedprompt.methods.promptfl import PromptFL
 
 pytestmark = pytest.mark.unit
@@ -49,6 +49,22 @@ def test_the_gradient_goes_through_the_singular_vectors_of_the_global_context(to
     if tokens < width or tokens > 5:
         assert float(expected.abs().max()) > 1e-3
     torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
+
+
+def test_nearly_equal_words_do_not_blur_the_projector_in_float32() -> None:
+    rows = context(4)
+    rows[3] = rows[0] + 1e-3 * context(1, seed=1)[0]
+    exact = projector(rows.float().double(), 0.8)
+    torch.testing.assert_close(projector(rows.float(), 0.8), exact.float(), atol=1e-6, rtol=1e-6)
+
+
+def test_features_that_differ_by_rounding_do_not_push_each_other_anywhere() -> None:
+    shared = F.normalize(context(3), dim=-1).float()
+    for step, pushed in ((1e-7, False), (0.1, True)):
+        own = (shared + step * context(3, seed=1).float()).requires_grad_()
+        (found,) = torch.autograd.grad(distance(own, shared).sum(), own)
+        assert bool(found.any()) == pushed
+        torch.testing.assert_close(distance(own, shared), torch.linalg.vector_norm(own - shared, dim=-1))
 
 
 def test_words_that_occur_twice_leave_the_gradient_finite() -> None:
