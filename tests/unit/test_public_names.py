@@ -27,7 +27,7 @@ PROMISED = {
     "Progress",
     "Mixture",
     "Combine",
-    "VisionPrompt",
+    "TokenPrompt",
     "TextContext",
     "WithHead",
     "WithText",

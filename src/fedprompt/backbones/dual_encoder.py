@@ -36,7 +36,7 @@ from fedprompt.backbones.text_tower import TextTower
 from fedprompt.backbones.vit import ViT
 from fedprompt.errors import BackboneError, broken
 from fedprompt.modules.contexts import Language, Position
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 RAW_SCALES = {"mini": 1 / 85, "b16": 1 / 39}  # of the bridges
 JOINT_READS = ("image", "image_raw", "image_patches")
@@ -122,10 +122,10 @@ class DualEncoder(ViT):
     def run(
         self,
         tokens: Tensor,
-        prompts: Sequence[VisionPrompt] = (),
+        prompts: Sequence[TokenPrompt] = (),
         reads: Iterable[str] = ("cls",),
         start: int = 0,
-        pause: tuple[int, Callable[[Tensor], Sequence[VisionPrompt]]] | None = None,
+        pause: tuple[int, Callable[[Tensor], Sequence[TokenPrompt]]] | None = None,
         repeat: int = 1,
     ) -> dict[str, Tensor]:
         """As `ViT.run`, and `image`, `image_raw` and `image_patches` can be read too."""

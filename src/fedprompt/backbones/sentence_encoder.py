@@ -39,7 +39,7 @@ from fedprompt.backbones.weight_files import read_folder
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, broken
 from fedprompt.io.bounded_read import read_json
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.modules.token_encoder import unit_length
 
 NO_TOKEN = -1
@@ -99,10 +99,10 @@ class SentenceEncoder(ViT):
     def run(
         self,
         tokens: Tensor,
-        prompts: Sequence[VisionPrompt] = (),
+        prompts: Sequence[TokenPrompt] = (),
         reads: Iterable[str] = ("cls",),
         start: int = 0,
-        pause: tuple[int, Callable[[Tensor], Sequence[VisionPrompt]]] | None = None,
+        pause: tuple[int, Callable[[Tensor], Sequence[TokenPrompt]]] | None = None,
         repeat: int = 1,
     ) -> dict[str, Tensor]:
         """As of an image; all rows that are read have the root mean square `READ_SIZE`."""
@@ -117,6 +117,9 @@ class SentenceEncoder(ViT):
 
     def compiled(self) -> Self:
         raise BackboneError(broken("engine.compile", "be false for an encoder of sentences", True))
+
+    def recomputing(self) -> Self:
+        raise BackboneError(broken("engine.recompute", "be false for an encoder of sentences", True))
 
     @torch.no_grad()
     def blank_tokens(self) -> Tensor:

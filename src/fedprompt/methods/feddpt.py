@@ -40,11 +40,11 @@ from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_text import WithText, precise
 from fedprompt.methods.fedcocoop import similarity_by_image
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, pick
 
-CONTEXTS = "contexts"  # P, all of them, at the server
+CONTEXTS = "context"  # P, all of them, at the server; by the name of its own that a client trains, which has their rate
 SENT = "domain_contexts"  # and on the way to a client
 CHANGE = "context_change"  # of a client's own, on the way up
 OWN = "own_domain"  # (n,), 1 for the domain of this client
@@ -104,8 +104,8 @@ class FedDPT(WithText):
         return (Stage(self, ("context", "vision"), train.epochs),)
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-        vision = (VisionPrompt(params["vision"], (0,)),)
-        return Prompts(vision=vision, text={"own": self.as_context(params["context"])} if batch.training else {})
+        vision = (TokenPrompt(params["vision"], (0,)),)
+        return Prompts(tokens=vision, text={"own": self.as_context(params["context"])} if batch.training else {})
 
     def log_weights(self, seen: Seen) -> Tensor:
         """log w (B, n)."""

@@ -43,7 +43,7 @@ from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_text import PLAIN_WORDS, precise, similarity
 from fedprompt.modules.context_generator import ask, initial_network
 from fedprompt.modules.init import linear_layer
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, prefixed, stripped
 
@@ -155,7 +155,7 @@ class FedMVP(Method):
         attributes = F.linear(params[ATTRIBUTES], former["text.weight"], former["text.bias"])
         made = ask(former, patches, attributes, None, self.heads)  # (B, M, d)
         tokens = runs(made.shape[1], self.vision_tokens).to(made) @ made
-        return Prompts(vision=(VisionPrompt(tokens.unsqueeze(1), (0,)),))
+        return Prompts(tokens=(TokenPrompt(tokens.unsqueeze(1), (0,)),))
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         return similarity(world, seen.image, params[CLASSES])

@@ -67,7 +67,7 @@ from fedprompt.core.roles import Roles, Statistic
 from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
-from fedprompt.modules.insertion import PromptStart, VisionPrompt
+from fedprompt.modules.insertion import PromptStart, TokenPrompt
 from fedprompt.modules.prompt_keys import cosine
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, prefixed
@@ -224,11 +224,11 @@ class PEPFedPT(WithHead):
         return (Stage(self, tuple(world.roles.shared), train.epochs),)
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-        shared = VisionPrompt(params["shared_prompt"], (0,))
+        shared = TokenPrompt(params["shared_prompt"], (0,))
         if self.query == "inline":
-            return Prompts(vision=(shared,), pause=self.blocks_of_classes(world)[0])
+            return Prompts(tokens=(shared,), pause=self.blocks_of_classes(world)[0])
         mixed = self._mixed(world, params, batch.features["cls"], batch)
-        return replace(mixed, vision=(shared, *mixed.vision))
+        return replace(mixed, tokens=(shared, *mixed.tokens))
 
     def later(self, world: World, params: Tensors, cls: Tensor, batch: Batch, noise: Tensors) -> Prompts:
         return self._mixed(world, params, cls, batch)
@@ -287,7 +287,7 @@ class PEPFedPT(WithHead):
         weights = self.class_weights(query, *sent, params["prior"], temperature, own)
         mixed = torch.einsum("bc,clnd->blnd", weights, params["class_prompts"])
         return Prompts(
-            vision=(VisionPrompt(mixed, self.blocks_of_classes(world)),), extra={"query": query, "weights": weights}
+            tokens=(TokenPrompt(mixed, self.blocks_of_classes(world)),), extra={"query": query, "weights": weights}
         )
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:

@@ -22,7 +22,7 @@ from fedprompt.backbones.tokenizer import letters
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError
 from fedprompt.io.files import cache_directory
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -144,7 +144,7 @@ def test_prompts_at_every_block_equal_the_pass_of_one_sentence_without_padding(k
     backbone = tiny()
     drawn = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(1))
     prompts = (drawn if kind == "random" else torch.zeros_like(drawn)).requires_grad_()  # zeros are no padding
-    found = backbone.run(embedded(backbone), [VisionPrompt(prompts, (0, 1, 2))])["cls"]
+    found = backbone.run(embedded(backbone), [TokenPrompt(prompts, (0, 1, 2))])["cls"]
     naive = sized(torch.stack([one_by_one(backbone, sentence, prompts) for sentence in SENTENCES]))
     torch.testing.assert_close(found, naive, rtol=0, atol=1e-5)
     (got,) = torch.autograd.grad(found[:, 0].sum(), prompts)
@@ -155,7 +155,7 @@ def test_prompts_at_every_block_equal_the_pass_of_one_sentence_without_padding(k
 
 def test_padding_changes_nothing() -> None:
     short, long = tiny(max_tokens=28), tiny(max_tokens=32)
-    prompt = VisionPrompt(torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2)), (0, 1))
+    prompt = TokenPrompt(torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2)), (0, 1))
     reads = ("cls", "patches", "prompts", "prompt_attention")
     few, many = (each.run(embedded(each), [prompt], reads) for each in (short, long))
     torch.testing.assert_close(few["cls"], many["cls"], rtol=0, atol=1e-5)
@@ -195,7 +195,7 @@ def test_ten_blank_prompts_at_every_block_leave_what_minilm_reads() -> None:
     no_words = torch.stack([rows[0, :2].mean(0) for rows in backbone.block_inputs(backbone.embed(empty))])
     found = {}
     for name, start in (("words", backbone.blank_tokens()), ("no words", no_words)):
-        prompt = VisionPrompt(start.unsqueeze(1).expand(-1, 10, -1), tuple(range(6)))
+        prompt = TokenPrompt(start.unsqueeze(1).expand(-1, 10, -1), tuple(range(6)))
         seen = backbone.run(tokens, [prompt], ("cls", "prompt_attention"))
         found[name] = F.cosine_similarity(seen["cls"], plain).mean(), seen["prompt_attention"].mean()
     assert found["words"][0] > 0.97 > 0.9 > found["no words"][0]

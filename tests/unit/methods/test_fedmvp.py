@@ -16,7 +16,7 @@ from fedprompt.core import registry
 from fedprompt.core.method import cross_entropy
 from fedprompt.errors import ConfigError
 from fedprompt.methods.fedmvp import ANYTHING, FedMVP, runs
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +35,7 @@ def test_the_network_is_torchs_attention_and_a_gated_layer(settings: Any) -> Non
     params = {n: t + noise_like(t, 3) if n.startswith("former.") else t for n, t in params.items()}
     images, positions = runtime.bank.images(0, "train"), torch.arange(3)
     batch = make_batch(method, images, positions, training=True)
-    (slot,) = method.prompts(world, params, batch, {}).vision
+    (slot,) = method.prompts(world, params, batch, {}).tokens
     own = {name.removeprefix("former."): tensor for name, tensor in params.items() if name.startswith("former.")}
     attributes = F.linear(params["attributes"], own["text.weight"], own["text.bias"])
     torso = torch.nn.MultiheadAttention(world.width, 4, batch_first=True)
@@ -97,7 +97,7 @@ def test_blank_prompts_are_the_same_for_every_image_and_every_layer_learns(setti
     runtime, world = runtime_of(settings, method)
     params, images, positions = working_parameters(runtime), runtime.bank.images(0, "train"), torch.arange(4)
     batch = make_batch(method, images, positions, training=True)
-    (slot,) = method.prompts(world, params, batch, {}).vision
+    (slot,) = method.prompts(world, params, batch, {}).tokens
     blank = world.roles.shared["former.attention.output.bias"]
     torch.testing.assert_close(slot.tokens, blank.expand_as(slot.tokens))
     for name in ("attention.output.weight", "attention.output.bias", "feed_forward.out.weight"):
@@ -112,7 +112,7 @@ def test_with_blank_prompts_that_stay_it_is_classification_by_attributes(setting
     batch = make_batch(method, images, positions, training=False)
     seen = forward(method, world, params, images, positions, batch, {})
     blank = world.roles.shared["former.attention.output.bias"].expand(1, 3, -1)
-    plain = runtime.bank.backbone.run(images.tokens(positions), [VisionPrompt(blank, (0,))], ("image",))["image"]
+    plain = runtime.bank.backbone.run(images.tokens(positions), [TokenPrompt(blank, (0,))], ("image",))["image"]
     torch.testing.assert_close(seen.image, plain, atol=1e-5, rtol=1e-5)
 
 

@@ -51,7 +51,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def mixed(method: PEPFedPT, features: Tensor, params: Tensors) -> Tensor:
     """m(x) of a frozen query, (B, blocks, n_c, d)."""
     given = method.prompts(make_world(method), params, Batch(torch.zeros(len(features)), {"cls": features}), {})
-    return given.vision[1].tokens
+    return given.tokens[1].tokens
 
 
 def parameters(
@@ -512,11 +512,11 @@ def test_an_inline_query_can_be_mapped_over_clients_whatever_each_of_them_lacks(
     each = [parameters(method, prior, known) for prior, known in cases]
     stacked = {name: torch.stack([params[name] for params in each]) for name in each[0]}
     cls, batch = random(len(each), 5, WIDTH), Batch(torch.zeros(5))
-    together = torch.func.vmap(lambda params, cls: method.later(world, params, cls, batch, {}).vision[0].tokens)(
+    together = torch.func.vmap(lambda params, cls: method.later(world, params, cls, batch, {}).tokens[0].tokens)(
         stacked, cls
     )
     alone = [
-        method.later(world, params, rows, batch, {}).vision[0].tokens for params, rows in zip(each, cls, strict=True)
+        method.later(world, params, rows, batch, {}).tokens[0].tokens for params, rows in zip(each, cls, strict=True)
     ]
     torch.testing.assert_close(together, torch.stack(alone))
     assert together.shape == (4, 5, 2, 1, WIDTH)
@@ -858,7 +858,7 @@ def test_an_inline_query_is_the_row_that_enters_the_class_block_and_passes_no_gr
     assert torch.isfinite(flowing).all()
     assert (flowing - stopped).abs().max() > 1e-4 * stopped.abs().max()
     entering: list[Tensor] = []
-    shared = method.prompts(world, params, Batch(images.labels[positions]), {}).vision
+    shared = method.prompts(world, params, Batch(images.labels[positions]), {}).tokens
     runtime.bank.images(0, "train").backbone.run(
         images.tokens(positions),
         shared,

@@ -389,7 +389,7 @@ def test_a_newcomer_starts_from_the_mean_descriptor_of_those_that_take_part() ->
     assert set(method.download(world, server_of(world), 0)) == {"prompt"}
     params = method.personalise(world, client_of(1), received, world.roles.local)
     given = method.prompts(world, params, None, {})  # type: ignore[arg-type]
-    torch.testing.assert_close(given.vision[0].tokens, received["prompt"])
+    torch.testing.assert_close(given.tokens[0].tokens, received["prompt"])
 
 
 def held_out(settings: Any, **changes: Any) -> dict[str, Any]:
@@ -483,7 +483,7 @@ def test_in_half_precision_the_server_keeps_single_precision() -> None:
         newcomers, client_of(0), method.download(newcomers, server_of(world), 0), world.roles.local
     )
     given = method.prompts(newcomers, params, None, {})  # type: ignore[arg-type]
-    assert given.vision[0].tokens.dtype == torch.bfloat16
+    assert given.tokens[0].tokens.dtype == torch.bfloat16
 
 
 def test_the_start_of_the_descriptors_has_the_asked_spread() -> None:
