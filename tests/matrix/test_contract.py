@@ -29,8 +29,10 @@ from fedprompt.backbones.vit import ViT
 from fedprompt.client.client_states import ClientStates
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.client.step import forward, make_batch, rows_of
+from fedprompt.config import TrainConfig
 from fedprompt.core import registry
 from fedprompt.core.method import Batch, Method, Prompts, Seen, Server, Upload, World
+from fedprompt.core.recipe import learning_rate, resolve
 from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.engines import kinds
 from fedprompt.features.image_bank import ImageBank
@@ -39,6 +41,7 @@ from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import stream
 from fedprompt.runs.run import Run
 from fedprompt.tensors import Tensors
+from fedprompt.tuning.space import trained
 
 pytestmark = pytest.mark.matrix
 
@@ -57,6 +60,14 @@ def tiny(settings: Any) -> Any:
         return settings(data=data, train=train, federation=federation, **changes)
 
     return make
+
+
+def test_recommended_rates_are_numbers_for_all_that_is_trained(method: Method, tiny: Any) -> None:
+    """Relative rates too, which need to know how large a tensor was before the first round."""
+    world = experiment(tiny(), method).factory.prepare().world
+    train = resolve(TrainConfig(), method.recipe)
+    rates = [learning_rate(train, name, world.roles.initial) for name in trained(method, world, train)]
+    assert all(0 <= rate < float("inf") for rate in rates)
 
 
 @pytest.mark.sampled

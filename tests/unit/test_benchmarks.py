@@ -156,19 +156,24 @@ def test_the_lines_of_a_job_compare_walls_and_say_what_is_not_compared(bench: Mo
         "flops": 5e11,
         "estimated seconds of the rounds": 9.0,
         "seconds of the rounds": 8.0,
+        "seconds by phase": {"train": 5.0, "evaluate": 3.0},
+        "flower": 45.0,
     }
-    work = whole_jobs.Work("f", "a job", {}, "fedvpt_deep", target=2, peak=75)
-    warm, cold, peak, needs, error = bench.job_rows(work, found, 1e11)
+    work = whole_jobs.Work("f", "a job", {}, "fedvpt_deep", target=2, peak=75, flower="fedvpt_deep_flower")
+    warm, cold, flower, peak, needs, evaluation, error = bench.job_rows(work, found, 1e11)
     assert (warm.figure, warm.met, cold.figure, cold.target) == (3.0, True, 1.5, None)
     assert (peak.figure, peak.met) == (50.0, False)
     assert needs.figure == 3.0
     assert "500 MB" in needs.ours
     assert (error.figure, error.met) == (12.5, True)
+    assert (flower.figure, evaluation.figure) == (4.5, 37.5)
     other = bench.job_rows(work, {**found, "why": "learned something else"}, 1e11)
     assert other[0].figure is None
+    silent = {name: value for name, value in found.items() if name != "flower"}
+    assert bench.job_rows(work, {**silent, "why flower": "no Ray"}, 1e11)[2].why == "no Ray"
     assert "learned something else" in other[0].cells()[-1]
     alone = bench.job_rows(whole_jobs.Work("h", "b", {}), {**found, "plain": None, "seconds of the rounds": 0.5}, 1e11)
-    assert len(alone) == 4
+    assert len(alone) == 5
     assert alone[0].why == "no plain program is written"
     assert alone[3].figure is None
 

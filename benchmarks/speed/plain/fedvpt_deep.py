@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import torch.nn.functional as F
 from federated import Job, Params, Program, job, prompted_cls
 from torch import Tensor
@@ -16,6 +19,13 @@ def program(own: Job) -> Program:
         loss=lambda params, images, labels: F.cross_entropy(logits(params, images), labels),
         predict=lambda params, images: logits(params, images).softmax(-1),
     )
+
+
+@cache
+def opened(folder: str) -> tuple[Job, Program]:
+    """The files of a job, read once by a process."""
+    own = Job(Path(folder))
+    return own, program(own)
 
 
 if __name__ == "__main__":

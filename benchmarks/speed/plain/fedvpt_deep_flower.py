@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import cache
 from pathlib import Path
 
-from federated import Job, Params, Program
-from fedvpt_deep import program
+from federated import Job, Params
+from fedvpt_deep import opened
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
@@ -21,13 +20,6 @@ from flwr.simulation import run_simulation
 folder, scratch = sys.argv[1:]
 clients = len(json.loads((Path(folder) / "job.json").read_text(encoding="utf-8"))["clients"])
 client_app, server_app = ClientApp(), ServerApp()
-
-
-@cache
-def opened(path: str) -> tuple[Job, Program]:
-    """The files of the job, read once by the actor."""
-    own = Job(Path(path))
-    return own, program(own)
 
 
 def kept(own: Job, context: Context) -> Params:

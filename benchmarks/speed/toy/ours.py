@@ -54,7 +54,7 @@ class Samples:
     labels: Tensor
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.indices)
 
     @property
     def domains(self) -> np.ndarray:

@@ -118,6 +118,9 @@ class SentenceEncoder(ViT):
     def compiled(self) -> Self:
         raise BackboneError(broken("engine.compile", "be false for an encoder of sentences", True))
 
+    def recomputing(self) -> Self:
+        raise BackboneError(broken("engine.recompute", "be false for an encoder of sentences", True))
+
     @torch.no_grad()
     def blank_tokens(self) -> Tensor:
         """The mean row (L, d) that enters each block for sentences of words from all over the vocabulary.

@@ -31,6 +31,7 @@ from fedprompt.backbones import layers
 from fedprompt.backbones.block import Block, cls_attention, run_block
 from fedprompt.backbones.layers import Weights
 from fedprompt.backbones.pooling import pooled, pooled_alone
+from fedprompt.backbones.recomputed_block import RecomputedBlock
 from fedprompt.backbones.rotary import Turns
 from fedprompt.backbones.shape import CHANNELS, OPERATIONS, ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
@@ -107,13 +108,17 @@ class ViT:
         weights = self.weights
         images = to_device(images, self.device, self.dtype)
         with layers.precision(self.autocast, self.device):
-            patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
+            patches = self._patched(images)
         patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
         tokens = torch.cat([weights["lead"].expand(len(images), -1, -1), patches], dim=1)
         tokens = self._norm("ln_pre", tokens) if self.shape.ln_pre else tokens
         for block in range(-self.stem, 0):
             (tokens,) = self._block(block, [tokens], [], self._turns())
         return tokens
+
+    def _patched(self, images: Tensor) -> Tensor:
+        """The patches (B, d, grid, grid) of images on the device, before their positions."""
+        return F.conv2d(images, self.weights["patch.weight"], self.weights["patch.bias"], stride=self.shape.patch)
 
     def summary(self, tokens: Tensor) -> Tensor:
         """One row (B, d) for an image in the middle of a pass: CLS, or without CLS the mean of the patches."""
@@ -171,6 +176,10 @@ class ViT:
     def compiled(self) -> Self:
         """The same transformer with blocks that torch.compile compiles on first use."""
         return dataclasses.replace(self, block=CompiledBlock())
+
+    def recomputing(self) -> Self:
+        """The same transformer with activations that are computed again for the gradients."""
+        return dataclasses.replace(self, block=RecomputedBlock(self.block))
 
     def run(
         self,

@@ -50,7 +50,7 @@ class StackedParams:
         return {**self.common, **{name: tensor[place] for name, tensor in self.stacked.items()}}
 
     def first(self, count: int) -> StackedParams:
-        if all(len(tensor) == count for tensor in self.stacked.values()):
+        if all(tensor.shape[0] == count for tensor in self.stacked.values()):
             return self
         return StackedParams({name: tensor[:count] for name, tensor in self.stacked.items()}, self.common)
 
@@ -58,8 +58,9 @@ class StackedParams:
         """With other values of the first clients, as many as the changes have."""
         stacked = dict(self.stacked)
         for name, tensor in changes.items():
-            rest = stacked[name][len(tensor) :] if name in stacked else tensor[:0]
-            stacked[name] = torch.cat([tensor, rest]) if len(rest) else tensor
+            before, count = stacked.get(name), tensor.shape[0]
+            longer = before is not None and before.shape[0] > count
+            stacked[name] = torch.cat([tensor, before[count:]]) if longer and before is not None else tensor
         return StackedParams(stacked, {name: tensor for name, tensor in self.common.items() if name not in changes})
 
 

@@ -1,19 +1,27 @@
-"""Local tensors of clients: read from the run file, changed in memory, written back when the round is committed."""
+"""Local tensors of clients: read from the run file, changed in memory, written back when the round is committed.
+
+What was committed last stays where it was computed, a GPU for example, so that the next round begins without a copy.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from fedprompt.core import wire
 from fedprompt.tensors import Tensors
 
+KEPT_BYTES = 256 * 2**20  # of committed states; those used longest ago are read from the run file again
+
 
 class ClientStates:
-    """What each client keeps to itself. Only clients of the round under way are held in memory."""
+    """What each client keeps to itself."""
 
-    def __init__(self, stored: Callable[[int], bytes | None]) -> None:
+    def __init__(self, stored: Callable[[int], bytes | None], capacity: int = KEPT_BYTES) -> None:
         self._stored = stored
         self._changed: dict[int, Tensors] = {}
+        self._kept: OrderedDict[int, Tensors] = OrderedDict()
+        self._capacity, self._bytes = capacity, 0
 
     def get(self, client: int) -> Tensors | None:
         """None for a client that never took part."""
@@ -21,6 +29,9 @@ class ClientStates:
 
     def committed(self, client: int) -> Tensors | None:
         """The same as of the last commit."""
+        if client in self._kept:
+            self._kept.move_to_end(client)
+            return self._kept[client]
         blob = self._stored(client)
         return None if blob is None else wire.decode(blob)
 
@@ -34,5 +45,14 @@ class ClientStates:
     def take_changes(self) -> dict[int, bytes]:
         """The states to commit with the round."""
         changes = {client: wire.encode(tensors) for client, tensors in sorted(self._changed.items())}
+        for client, tensors in self._changed.items():
+            self._keep(client, tensors)
         self._changed = {}
         return changes
+
+    def _keep(self, client: int, tensors: Tensors) -> None:
+        self._bytes += wire.size_in_bytes(tensors) - wire.size_in_bytes(self._kept.pop(client, {}))
+        self._kept[client] = tensors
+        while self._bytes > self._capacity:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= wire.size_in_bytes(oldest)

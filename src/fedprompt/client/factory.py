@@ -70,8 +70,9 @@ class ExperimentFactory:
         return Prepared(source, manifest, backbone, world)
 
     def backbone(self) -> ViT:
-        backbone = load_backbone(self.config.backbone, self.cache)
-        return backbone.compiled() if self.config.engine.compile else backbone
+        backbone, engine = load_backbone(self.config.backbone, self.cache), self.config.engine
+        backbone = backbone.compiled() if engine.compile is True else backbone
+        return backbone.recomputing() if engine.recompute else backbone
 
     def world(self, backbone: ViT, class_names: tuple[str, ...], client_names: Sequence[str]) -> World:
         """What the method may know, with its roles declared; settings that do not fit are refused."""

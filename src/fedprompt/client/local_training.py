@@ -21,7 +21,7 @@ from fedprompt.client.batch_sizing import BatchSizer, Noise, StepNeeds, shapes_o
 from fedprompt.client.batched_clients import StackedBatch, StackedParams, losses_of_clients, over_clients
 from fedprompt.client.optimizers import OptimizerState, RateSchedule, optimizer_step, rate_schedule
 from fedprompt.client.out_of_memory import in_fitting_parts
-from fedprompt.client.recorded_step import RecordedSteps
+from fedprompt.client.recorded_step import RecordedSteps, compiler
 from fedprompt.client.step import step_loss
 from fedprompt.config import Config
 from fedprompt.core.first_step import Gauge
@@ -83,7 +83,8 @@ class LocalTraining:
         self.gauge: Gauge | None = None
         self._gauge: Gauge | None = None  # in the first round
         self._advance = Advance(None, "", 0, 0)
-        self._recorded = RecordedSteps()
+        self._compiles = config.engine.compile == "step"
+        self._recorded = RecordedSteps(compiler() if self._compiles else None)
         self._steps: list[Method] = []  # that were recorded
 
     def run(
@@ -236,7 +237,7 @@ class LocalTraining:
         train = self.config.train
         pairs = zip(sizes, line.augmentation, strict=False)  # some clients may be done
         views = [draw_views(train, size, draws) for size, draws in pairs] if train.augmented else []
-        if len(sizes) == 1:
+        if len(sizes) == 1 and not (self._compiles and line.step_needs.foldable):
             positions = line.table.positions[0, number, : sizes[0]]
             return line.images[0].load(positions, line.step_needs.features, views[0] if views else None), noise[0]
         return StackedBatch.of(line.table, number, noise, line.step_needs, method, self.world, self.bank, True, views)
@@ -248,8 +249,9 @@ class LocalTraining:
         inputs: StackedBatch | tuple[LoadedImages, Tensors],
         step_needs: StepNeeds,
     ) -> tuple[Tensor, Tensors]:
-        """The losses (N,) of a step, and their gradients. A step without a pass is small, and recorded."""
-        if not isinstance(inputs, StackedBatch) or step_needs.per_image or step_needs.per_client:
+        """The losses (N,) of a step, and their gradients. A step without a pass is small, and recorded; so is one to compile."""
+        passes = bool(step_needs.per_image or step_needs.per_client)
+        if not isinstance(inputs, StackedBatch) or (passes and not self._compiles):
             loss, *found = self._differentiated(stage, params, inputs)
         else:
             batch, groups = inputs, (params.stacked, params.common, inputs.parts)

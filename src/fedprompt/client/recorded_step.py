@@ -11,13 +11,16 @@ decide what to do, that draw numbers, or that write into a tensor they were give
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -28,9 +31,11 @@ LOOKS = {
 RENAMED = {aten.detach.default, aten.alias.default}  # the same numbers in the same place
 SAME_IF_SHAPED_ALIKE = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.slice.Tensor}
 OF_SHAPES_ONLY = {aten.ones_like.default, aten.zeros_like.default, aten.new_zeros.default, aten.new_ones.default}
+NOT_IN_PLACE = {aten.masked_fill_.Scalar: aten.masked_fill.Scalar}
 MOST_PROGRAMS = 32  # that are kept
 SEEN_BEFORE = 1  # steps of the same shapes before one is recorded
 
+Compiler = Callable[[torch.fx.GraphModule], Callable[..., Any]]
 Step = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -76,6 +81,7 @@ class _Notes:
     fixed: list[bool] = field(default_factory=list)  # whether a value is the same in every step
     places: dict[int, int] = field(default_factory=dict)  # of tensors, by id
     constants: dict[tuple[type, Any], int] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)  # constants that the step makes itself
     operations: dict[tuple[Any, ...], Operation] = field(default_factory=dict)  # by what they do, to do it once
 
     def add(self, value: Any, fixed: bool) -> int:
@@ -97,11 +103,31 @@ class _Notes:
             self.constants[key] = self.add(value, fixed=True)
         return self.constants[key]
 
+    def is_fixed(self, value: Tensor) -> bool:
+        """Whether a tensor is the same in every step."""
+        return self.fixed[self.place(value)]
+
+    def is_own(self, place: int) -> bool:
+        """Whether a value was made by an operation of the step, in a place of its own."""
+        made = [each.call for each in self.operations.values() if each.result == place]
+        return place in self.made or any(isinstance(each, OpOverload) and not each.is_view for each in made)
+
+    def is_read(self, place: int) -> bool:
+        """Whether an operation of later steps reads a value."""
+        value = self.values[place]
+        return any(
+            place in each.arguments or any(value is option for option in each.options.values())
+            for each in self.operations.values()
+        )
+
     def call(self, call: Any, arguments: tuple[int, ...], options: Mapping[str, Any], result: Any) -> int:
         """Note a call; the number of its result."""
         if call in OF_SHAPES_ONLY or all(self.fixed[place] for place in arguments):
-            return self.add(result, fixed=True)
-        key = (call, arguments, repr(sorted(options.items())))
+            place = self.add(result, fixed=True)
+            self.made.add(place)
+            return place
+        told = {name: id(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+        key = (call, arguments, repr(sorted(told.items())))
         if key in self.operations:
             place = self.operations[key].result
             if isinstance(result, Tensor):
@@ -136,10 +162,12 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        named = any(isinstance(value, Tensor) for value in kwargs.values())
-        if func._schema.is_mutable or random or named or looks_at_values(func, args):
+        random = draws(func, args, kwargs)
+        named = any(isinstance(value, Tensor) and not self._notes.is_fixed(value) for value in kwargs.values())
+        if random or named or looks_at_values(func, args):
             raise NotRecordable(str(func))
+        if func._schema.is_mutable:
+            return self._filled(func, args, kwargs)
         found, notes = func(*args, **kwargs), self._notes
         first = notes.place(args[0]) if args and isinstance(args[0], Tensor) else None
         if first is not None and _is_renamed(func, args, found):
@@ -154,8 +182,21 @@ class Recorder(TorchDispatchMode):
                     notes.call(operator.getitem, (place, notes.place(number)), {}, each)
         return found
 
-    def program(self, inputs: int, results: Sequence[Tensor]) -> Program:
-        """What leads to these results, and nothing else."""
+    def _filled(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A tensor of the step's own that is written into before anything reads it, such as a mask."""
+        notes, anew = self._notes, NOT_IN_PLACE.get(func)
+        place = notes.place(args[0])
+        if anew is None or not notes.is_own(place) or notes.is_read(place):
+            raise NotRecordable(str(func))
+        arguments = tuple(notes.place(each) for each in args)
+        found = func(*args, **kwargs)
+        if all(notes.fixed[each] for each in arguments):
+            return found
+        notes.places[id(found)] = notes.call(anew, arguments, kwargs, found)
+        return found
+
+    def _kept(self, results: Sequence[Tensor]) -> tuple[tuple[int, ...], set[int], list[Operation]]:
+        """The results, what they need, and the operations that lead to them, from the last to the first."""
         notes = self._notes
         wanted = tuple(notes.place(each) for each in results)
         needed, kept = set(wanted), []
@@ -163,6 +204,36 @@ class Recorder(TorchDispatchMode):
             if each.result in needed:
                 needed.update(each.arguments)
                 kept.append(each)
+        return wanted, needed, kept
+
+    def graph(self, inputs: int, results: Sequence[Tensor]) -> torch.fx.GraphModule:
+        """The same as `program`, for a compiler."""
+        notes, (wanted, _, kept) = self._notes, self._kept(results)
+        module, graph = torch.nn.Module(), torch.fx.Graph()
+        nodes: dict[int, Any] = {place: graph.placeholder(f"input_{place}") for place in range(inputs)}
+
+        def node(place: int) -> Any:
+            value = notes.values[place]
+            if place not in nodes and isinstance(value, Tensor):
+                module.register_buffer(f"constant_{place}", value)
+                nodes[place] = graph.get_attr(f"constant_{place}")
+            return nodes.get(place, value)
+
+        for each in reversed(kept):
+            arguments = tuple(node(place) for place in each.arguments)
+            if each.call is _together:
+                nodes[each.result] = list(arguments)
+                continue
+            options = {
+                n: node(notes.place(value)) if isinstance(value, Tensor) else value for n, value in each.options.items()
+            }
+            nodes[each.result] = graph.call_function(each.call, arguments, options)
+        graph.output(tuple(node(place) for place in wanted))
+        return torch.fx.GraphModule(module, graph)
+
+    def program(self, inputs: int, results: Sequence[Tensor]) -> Program:
+        """What leads to these results, and nothing else."""
+        notes, (wanted, needed, kept) = self._notes, self._kept(results)
         own = {each.result for each in kept} | set(range(inputs))
         seen, timed = set(wanted), []
         for each in kept:  # from the last to the first
@@ -184,6 +255,15 @@ def looks_at_values(func: Any, args: Sequence[Any]) -> bool:
     return bool(LOOKS & set(func.tags))
 
 
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers. Fused attention could, and does not without dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    dropout = [each for each in func._schema.arguments if each.name == "dropout_p"]
+    return not dropout or given.get("dropout_p", dropout[0].default_value) != 0.0
+
+
 def _is_renamed(func: Any, args: Sequence[Any], found: Any) -> bool:
     """Whether the result is the first argument itself, under another name."""
     before = args[0]
@@ -201,24 +281,34 @@ def _is_renamed(func: Any, args: Sequence[Any], found: Any) -> bool:
 
 def record(step: Step, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Program]:
     """The results of a step on these inputs, and the program that makes them of others with the same shapes."""
+    results, recorder = noted(step, inputs)
+    return results, recorder.program(len(inputs), results)
+
+
+def noted(step: Step, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Recorder]:
+    """The results of a step on these inputs, and the notes of how they came about."""
     own = [each.detach() for each in inputs]  # one object for each input, though some may be the same tensor
     recorder = Recorder(own)
     with recorder:
         results = step(own)
-    return results, recorder.program(len(own), results)
+    return results, recorder
 
 
 class RecordedSteps:
-    """Programs by what a step does and by the shapes it does it with."""
+    """Programs by what a step does and by the shapes it does it with.
 
-    def __init__(self) -> None:
-        self._programs: dict[tuple[Any, ...], Program | int | None] = {}
+    With a `compiler` they are compiled, unless that fails on this machine: then they run as they are, with one warning.
+    """
+
+    def __init__(self, compiler: Compiler | None = None) -> None:
+        self._programs: dict[tuple[Any, ...], Step | int | None] = {}
+        self._compiler = compiler
 
     def run(self, key: tuple[Any, ...], step: Step, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The results of a step. `key` says what it does; the shapes of the inputs are added here."""
         key = (*key, *((each.shape, each.stride(), each.dtype) for each in inputs))
         known = self._programs.get(key, 0)
-        if isinstance(known, Program):
+        if callable(known):
             return known(inputs)
         if known is None or (known < SEEN_BEFORE and len(self._programs) < MOST_PROGRAMS):
             if known is not None:
@@ -227,8 +317,44 @@ class RecordedSteps:
         if key not in self._programs:
             return step(inputs)
         try:
-            results, self._programs[key] = record(step, inputs)
+            results, recorder = noted(step, inputs)
+            self._programs[key] = self._playable(recorder, inputs, results)
         except NotRecordable:
             self._programs[key] = None
             results = step(inputs)
         return results
+
+    def _playable(self, recorder: Recorder, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Step:
+        """What makes such results of inputs with such shapes."""
+        plain = recorder.program(len(inputs), results)
+        if self._compiler is None:
+            return plain
+        try:
+            compiled = self._compiler(recorder.graph(len(inputs), results))
+            with torch.no_grad():
+                compiled(*inputs)  # compiled now, so that it fails now
+        except Exception as error:  # a compiler that is missing or broken shows in many ways
+            self._compiler = None
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            warnings.warn(f"engine.compile has no effect, for torch.compile fails here: {reason}", stacklevel=2)
+            return plain
+
+        def play(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            with torch.no_grad():
+                found: Sequence[Tensor] = compiled(*inputs)
+            return found
+
+        return play
+
+
+def compiler(backend: str = "inductor") -> Compiler:
+    """torch.compile for graphs of fixed shapes."""
+
+    def compiled(graph: torch.fx.GraphModule) -> Callable[..., Any]:
+        import torch._dynamo
+
+        torch._dynamo.config.recompile_limit = max(MOST_PROGRAMS, torch._dynamo.config.recompile_limit)
+        found: Callable[..., Any] = torch.compile(graph, fullgraph=True, dynamic=False, backend=backend)
+        return found
+
+    return compiled

@@ -319,7 +319,7 @@ class OutputConfig(Grown):
 class EngineConfig(Extensible):
     """How the work is done. It changes results by rounding at most, so it is left out of the hash."""
 
-    later: ClassVar[tuple[str, ...]] = ("options", "devices")
+    later: ClassVar[tuple[str, ...]] = ("options", "devices", "recompute")
 
     kind: Annotated[str, In(ENGINES)] = "in-process"
     """Where clients run: in this process, as nodes that Flower simulates with Ray, or as sites that Flower connects."""
@@ -335,8 +335,13 @@ class EngineConfig(Extensible):
     """Processes for the clients of a round, one thread each. 0: this one, or all cores with `flower-simulation`."""
     devices: list[DeviceName] = []
     """Devices of the worker processes, such as `cuda:0` and `cuda:1`, in turn. Without `workers`, one process for each."""
-    compile: bool = False
-    """Compile the frozen backbone with torch.compile."""
+    compile: bool | Literal["step"] = False
+    """Compile the frozen backbone with torch.compile; `step`: whole training steps, gradients included, one graph for every
+    shape of a batch. Steps of methods that change weights, and those torch cannot compile (contexts of a text tower), run as
+    they are."""
+    recompute: bool = False
+    """Compute activations again for the gradients instead of storing them: a batch takes a fraction of the memory and a third
+    more time. With a larger `cohort` more clients share a pass where memory is scarce."""
     memory_gib: Rate = 2.0
     """Memory in GiB for features of images without prompts."""
     disk_gib: Rate = 8.0

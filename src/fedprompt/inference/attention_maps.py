@@ -25,7 +25,7 @@ from fedprompt.backbones.vit import READS, ViT
 from fedprompt.client.step import encode_text, inserted, rows_of
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.errors import ConfigError, broken
-from fedprompt.modules.insertion import TokenPrompt, spread
+from fedprompt.modules.insertion import TokenPrompt, together
 from fedprompt.tensors import Tensors
 
 Pause = tuple[int, Callable[[Tensor], Sequence[TokenPrompt]]]
@@ -57,7 +57,7 @@ class Watch:
     def __call__(
         self, weights: Weights, shape: ViTShape, live: Sequence[Tensor], passive: Sequence[Tensor], turns: Turns = ()
     ) -> list[Tensor]:
-        pieces = [*live, *(spread(rows, len(live[0])) for rows in passive)]
+        pieces = together([*live, *passive])
         turn = joined(turns or [None] * len(pieces), pieces)
         looks = attention_weights(weights, shape, torch.cat(pieces, dim=1), turn)
         self.looked.append(self._ordered(looks, [piece.shape[1] for piece in pieces], len(live)))

@@ -44,7 +44,7 @@ from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, pick
 
-CONTEXTS = "contexts"  # P, all of them, at the server
+CONTEXTS = "context"  # P, all of them, at the server; by the name of its own that a client trains, which has their rate
 SENT = "domain_contexts"  # and on the way to a client
 CHANGE = "context_change"  # of a client's own, on the way up
 OWN = "own_domain"  # (n,), 1 for the domain of this client

@@ -138,9 +138,8 @@ class FOCoOp(WithLocalContext):
         each = self.by_image(similarity(world, seen.image, worse), batch.labels, classes)
         if self.temperature is None:
             return batch.mean(each)
-        hardest: Tensor = each.detach().amax()
-        spread = batch.mean(((each - hardest) / self.temperature).exp()).log()
-        return hardest + spread * self.temperature
+        hardest = each.detach().amax()
+        return hardest + self.temperature * batch.mean(((each - hardest) / self.temperature).exp()).log()
 
     def features(self, seen: Seen) -> Tensor:
         """T and O', (C + U, D)."""

@@ -44,7 +44,7 @@ def score(
     chosen = probabilities.gather(-1, labels[:, None]).clamp_min(torch.finfo(torch.float64).tiny)
     hits = right.numpy()
     figures = Figures.of(labels.numpy(), probabilities.numpy()) if by_class else None
-    places = np.unique(domains, return_inverse=True)[1]  # in the order of `domains` below
+    places = np.unique(domains, return_inverse=True)[1] if by_class else domains  # in the order of `domains` below
     cells = Counter(zip(domains.tolist(), labels.tolist(), predicted.tolist(), strict=True)) if by_class else None
     return ClientResult(
         samples=len(labels),

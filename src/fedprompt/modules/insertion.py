@@ -28,7 +28,7 @@ from fedprompt.random_streams import Stream
 
 WITHOUT_BLOCKS = (
     "backbone.name must be a vision transformer for a method that puts prompts into the image tower, reads its blocks or changes "
-    "its weights, got one without blocks (CLIP's ResNet)"
+    "its weights, got one without blocks (CLIP's ResNet, MobileCLIP's MCi)"
 )
 
 

@@ -59,6 +59,15 @@ def test_every_image_runs_through_a_transformer_of_its_own(kind: str, reads: tup
             torch.testing.assert_close(found[name][image : image + 1], expected[name], rtol=0, atol=1e-10)
 
 
+def test_samples_of_an_image_are_scaled_alike() -> None:
+    vit, images = double_vit(next(iter(SHAPES))), random(BATCH, 3, 8, 8)
+    factors, own = factors_of(vit), TokenPrompt(random(2 * BATCH, 1, 2, WIDTH), (1,))
+    found = vit.modulated(factors).run(vit.embed(images), [own], repeat=2)["cls"]
+    twice = {name: value.repeat_interleave(2, 0) for name, value in factors.items()}
+    expected = vit.modulated(twice).run(vit.embed(images.repeat_interleave(2, 0)), [own])["cls"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
 def test_behind_a_stem_only_its_later_blocks_are_scaled() -> None:
     whole = double_vit(next(iter(SHAPES)))
     vit, images = dataclasses.replace(whole, stem=2), random(BATCH, 3, 8, 8)

@@ -143,3 +143,23 @@ def test_a_run_with_recorded_steps_has_the_bits_of_one_without(
         digests.append(content(found))
         assert played
     assert digests[0] == digests[1]
+
+
+def test_a_constant_may_be_filled_in_until_something_reads_it() -> None:
+    def masked(tensors: Sequence[Tensor]) -> list[Tensor]:
+        mask = torch.zeros_like(tensors[0])
+        mask.masked_fill_(torch.eye(3, dtype=torch.bool), 2.0)
+        return [tensors[0] + mask]
+
+    def too_late(tensors: Sequence[Tensor]) -> list[Tensor]:
+        mask = torch.zeros_like(tensors[0])
+        before = tensors[0] + mask
+        mask.add_(1.0)
+        return [before * mask]
+
+    _, program = record(masked, [torch.ones(3, 3)])
+    for seed in (1, 2):
+        drawn = seeded(seed).normal(3, 3)
+        assert torch.equal(program([drawn])[0], masked([drawn])[0])
+    with pytest.raises(NotRecordable):
+        record(too_late, [torch.ones(3, 3)])

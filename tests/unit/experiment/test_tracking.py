@@ -80,6 +80,7 @@ class Broken(Tracker):
 
 
 REPORT = tracking.write_report
+FLOAT = 1  # how TensorBoard calls single precision
 
 
 def no_report(runs: Any, folder: Path) -> Any:
@@ -115,6 +116,7 @@ class TestTensorBoard:
         found = events.EventAccumulator(str(done.directory / "trackers/tensorboard"), size_guidance={"tensors": 0})
         found.Reload()
         tags = [tag for tag in found.Tags()["tensors"] if tag.partition("/")[0] in ("round", "client")]
+        assert {e.tensor_proto.dtype for tag in tags for e in found.Tensors(tag)} == {FLOAT}, "it shows no other kind"
         tensors = pytest.importorskip("tensorboard.util.tensor_util")
         return {
             tag: [(e.step, float(tensors.make_ndarray(e.tensor_proto))) for e in found.Tensors(tag)] for tag in tags
@@ -125,7 +127,7 @@ class TestTensorBoard:
         done = run(settings(tmp_path, "tensorboard"))
         found = self.read(done)
         for tag, values in expected(done).items():
-            assert dict(found[tag]) == pytest.approx(values, abs=1e-7)
+            assert dict(found[tag]) == pytest.approx(values, rel=1e-6)
         assert "client/client_3/accuracy" in found
 
     def test_a_resumed_run_repeats_no_step(self, tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ class TestFederationOfSites:
         found = TestTensorBoard().read(done)
         for tag, values in wanted.items():
             assert {step: got[tag] for step, got in kept.steps.items() if tag in got} == values
-            assert dict(found[tag]) == pytest.approx(values, abs=1e-7)
+            assert dict(found[tag]) == pytest.approx(values, rel=1e-6)
         assert kept.closed == 1
         assert not [order for _, order in sites.orders if b"tensorboard" in order], "no site hears of it"
 

@@ -40,7 +40,7 @@ def test_logits_mix_the_contexts_by_what_the_tower_sees_of_the_domain(settings: 
     seen = forward(method, world, params, images, positions, batch, {})
     slot = TokenPrompt(params["vision"], (0,))
     rows = runtime.bank.backbone.run(images.tokens(positions), [slot], ("cls", "prompts", "image"))
-    contexts = server.own["contexts"].clone()
+    contexts = server.own["context"].clone()
     contexts[1] = params["context"]
     text = torch.cat([world.text.encode(each.unsqueeze(0), "end") for each in contexts])
     for row in range(4):
@@ -77,7 +77,7 @@ def test_only_clients_that_took_part_change_their_context(settings: Any) -> None
     one_of_four = {"federation": {"rounds": 1, "fraction": 0.25}}
     done = run_on_clip(settings, FedDPT(context_tokens=2), "domains", **one_of_four)
     _, world = runtime_of(settings, FedDPT(context_tokens=2))
-    moved = (server_tensors(done)["contexts"] - world.roles.server["contexts"]).abs().amax((1, 2))
+    moved = (server_tensors(done)["context"] - world.roles.server["context"]).abs().amax((1, 2))
     assert int((moved > 0).sum()) == 1
     assert set(shared_tensors(done)) == {"vision"}
 
@@ -89,12 +89,12 @@ def test_one_domain_is_independent_prompts_of_both_towers(settings: Any) -> None
     plain = run(on_clip(settings, "plain", **alone), method)
     expected = shared_tensors(plain)
     torch.testing.assert_close(shared_tensors(found)["vision"], expected["vision"], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(server_tensors(found)["contexts"][0], expected["context"], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(server_tensors(found)["context"][0], expected["context"], atol=1e-5, rtol=1e-4)
 
 
 def test_a_client_held_out_has_no_domain_and_predicts_with_all(settings: Any) -> None:
     done = run_on_clip(settings, FedDPT(context_tokens=2), "new", federation={"rounds": 1, "held_out": 0.25})
-    assert server_tensors(done)["contexts"].shape[0] == 3
+    assert server_tensors(done)["context"].shape[0] == 3
     assert len(done.client_accuracies()) == 1
 
 
