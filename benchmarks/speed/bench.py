@@ -27,7 +27,7 @@ from typing import Any
 
 import whole_jobs
 import yaml
-from peers import QUIET, REQUIREMENTS, Unavailable, environment, printed, take_turns
+from peers import QUIET, REQUIREMENTS, Unavailable, environment, peak_megabytes, printed, take_turns
 from toy import job
 
 HERE = Path(__file__).resolve().parent
@@ -188,17 +188,17 @@ def started(config: Path, number: int) -> tuple[float, float]:
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
-    seconds, said = None, ""
+    seconds, said, megabytes = None, "", 0.0
     for line in process.stdout:
         said += line
+        megabytes = max(megabytes, peak_megabytes(process.pid))
         if seconds is None and f": {name}-" in line:
             seconds = time.perf_counter() - began
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
     process.stdout.close()
+    process.wait()
     if process.returncode or seconds is None:
         raise Unavailable(f"the run failed: {said.strip().splitlines()[-1][:200] if said.strip() else 'silently'}")
-    return seconds, used.ru_maxrss / 1024
+    return seconds, megabytes
 
 
 def jobs(data: Path | None, until: float, letters: Sequence[str] = ()) -> Part:

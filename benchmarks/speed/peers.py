@@ -159,6 +159,19 @@ def end_marked(mark: str) -> None:
         time.sleep(0.05)
 
 
+def peak_megabytes(process: int) -> float:
+    """The most memory a running process has had since it was started; 0 when it has ended.
+
+    What `wait4` says would also hold that of the process which started it.
+    """
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0.0
+    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(found[0]) / 1024 if found else 0.0
+
+
 def take_turns(commands: Mapping[str, Sequence[str]], repeats: int, extra: Mapping[str, str]) -> dict[str, list[Any]]:
     """The answers of several workers that are asked one after the other, again and again. What they say first is not counted."""
     with ExitStack() as stack:

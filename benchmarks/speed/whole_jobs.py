@@ -24,7 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from peers import MARK, ONE_THREAD, QUIET, Unavailable, end_marked, environment, last_line, parsed, printed
+from peers import (
+    MARK,
+    ONE_THREAD,
+    QUIET,
+    Unavailable,
+    end_marked,
+    environment,
+    last_line,
+    parsed,
+    peak_megabytes,
+    printed,
+)
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 600  # the longest a side may take
@@ -207,9 +218,10 @@ def spent(command: Sequence[str], folder: Path, extra: Mapping[str, str] | None 
         began = time.perf_counter()
         known = {**os.environ, **ONE_THREAD, **(extra or {}), MARK: mark}
         process = subprocess.Popen(command, stdout=printed_to, stderr=told, env=known)
-        last = began + SECONDS
+        last, megabytes = began + SECONDS, 0.0
         try:
             while True:
+                megabytes = max(megabytes, peak_megabytes(process.pid))
                 done, status, used = os.wait4(process.pid, os.WNOHANG)
                 if done:
                     break
@@ -225,7 +237,7 @@ def spent(command: Sequence[str], folder: Path, extra: Mapping[str, str] | None 
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise Unavailable(last_line(err.read_text(errors="replace")))
-    return Spent(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, 0.0), out.read_text(errors="replace")
+    return Spent(wall, used.ru_utime + used.ru_stime, megabytes, 0.0), out.read_text(errors="replace")
 
 
 def estimated(folder: Path, settings: dict[str, Any]) -> float:

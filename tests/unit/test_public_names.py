@@ -74,6 +74,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = fedprompt.Methods
 
 
+def test_a_name_of_earlier_versions_says_what_it_is_called_now() -> None:
+    with pytest.raises(
+        AttributeError, match=r"VisionPrompt is called TokenPrompt now, and Prompts\.vision is Prompts\.tokens"
+    ):
+        _ = fedprompt.VisionPrompt
+
+
 def test_type_checkers_see_every_name(tmp_path: Path) -> None:
     """`__getattr__` would let them take any name for anything; only what is imported for them has a type."""
     import ast

@@ -170,6 +170,7 @@ class DualEncoder(ViT):
             ]
             return torch.cat([contexts.new_empty(0, len(class_names), self.features), *each])
 
+        @cache
         def encode_names() -> Tensor:
             bare = dataclasses.replace(names, stops=((),) * len(names.ids), layouts={})
             with torch.no_grad():

@@ -37,7 +37,7 @@ except ImportError:  # Windows
 
 WORTH_SAYING = 60.0  # seconds that a run must take for an estimate before round 1
 STEPS = 3  # that are measured after a first one
-FLOPS = 2e11  # in a second and thread, more than a processor does: what is short at this speed needs no estimate
+SIDE, REPEATS = 512, 3  # of the product that tells how fast this machine is at most
 MULTIPLY_ADDS = 12  # times width squared: of a token in a block, about
 
 
@@ -82,7 +82,10 @@ class Estimate:
 
 
 def may_be_long(config: Config, runtime: ClientRuntime) -> bool:
-    """Whether a run could take long enough for an estimate, from sizes alone and a speed no processor has."""
+    """Whether a run could take long enough for an estimate, from sizes and the speed of a large product.
+
+    An estimate costs about as much as half a round of a few clients, so a short run has none.
+    """
     world, settings = runtime.world, config.federation
     blocks = MULTIPLY_ADDS * 2 * world.width**2 * world.blocks
     tokens = float(runtime.bank.sizes("train").sum() * settings.fraction * config.train.epochs * 2) * world.tokens
@@ -91,7 +94,19 @@ def may_be_long(config: Config, runtime: ClientRuntime) -> bool:
         tokens += 2 * 10 * world.classes * (steps + len(world.participants))
     draws = int(getattr(runtime.method, "predict_draws", 1))
     tokens += float(runtime.bank.sizes(settings.evaluate_on).sum()) * world.tokens * draws / settings.evaluate_every
-    return settings.rounds * tokens * blocks / (FLOPS * torch.get_num_threads()) > WORTH_SAYING / 20
+    return settings.rounds * tokens * blocks / product_speed(world.device) > WORTH_SAYING / 2
+
+
+def product_speed(device: torch.device) -> float:
+    """FLOPs a second of a large product: runs reach half of it or more."""
+    square = torch.ones(SIDE, SIDE, device=device)
+    (square @ square).sum().item()  # the first time also prepares
+    seconds = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        (square @ square).sum().item()  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    return 2 * SIDE**3 / min(seconds)
 
 
 def estimate(config: Config, runtime: ClientRuntime, tested: Sequence[int]) -> Estimate:
