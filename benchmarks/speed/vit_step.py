@@ -40,7 +40,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedprompt.backbones.random_weights import random_vit
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import ViT
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 SHAPE = ViTShape(width=768, depth=12, heads=12, mlp_width=3072, patch=16, image_size=224)
 BATCH, POOL, PROMPT_TOKENS, CLASSES = 8, 4, 10, 100
@@ -119,7 +119,7 @@ def our_way(vit: ViT, images: Tensor) -> Way:
         query = vit.run(tokens)["cls"]
 
     def features(leaves: Leaves) -> Tensor:
-        return vit.run(tokens, [VisionPrompt(chosen(leaves, query), tuple(range(SHAPE.depth)))])["cls"]
+        return vit.run(tokens, [TokenPrompt(chosen(leaves, query), tuple(range(SHAPE.depth)))])["cls"]
 
     return features
 

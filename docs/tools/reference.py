@@ -21,7 +21,7 @@ SECTIONS = {
         *("Experiment", "Config", "Run", "load_run", "compare", "plot", "TrainedClient", "Observer", "errors"),
     ),
     "Write a method": (
-        *("Method", "World", "Roles", "Statistic", "Batch", "Prompts", "VisionPrompt", "TextContext", "Seen", "Stage"),
+        *("Method", "World", "Roles", "Statistic", "Batch", "Prompts", "TokenPrompt", "TextContext", "Seen", "Stage"),
         *("Client", "Progress", "Server", "Upload", "Combine", "Mixture", "WithHead", "WithText", "WithLocal"),
         *("Tensors", "Stream"),
     ),

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fedprompt.methods.bases.with_local import WithLocal
     from fedprompt.methods.bases.with_text import WithText
     from fedprompt.modules.contexts import TextContext
-    from fedprompt.modules.insertion import VisionPrompt
+    from fedprompt.modules.insertion import TokenPrompt
     from fedprompt.random_streams import Stream
     from fedprompt.report.in_notebook import compare, plot
     from fedprompt.runs.run import Run, load_run
@@ -75,7 +75,7 @@ _HOMES = {
     "Stream": "random_streams",
     "Batch": "core.method",
     "Prompts": "core.method",
-    "VisionPrompt": "modules.insertion",
+    "TokenPrompt": "modules.insertion",
     "TextContext": "modules.contexts",
     "Seen": "core.method",
     "Stage": "core.method",
@@ -132,11 +132,11 @@ __all__ = [
     "Supply",
     "Tensors",
     "TextContext",
+    "TokenPrompt",
     "Tracked",
     "Tracker",
     "TrainedClient",
     "Upload",
-    "VisionPrompt",
     "WithHead",
     "WithLocal",
     "WithText",
@@ -161,6 +161,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"fedprompt.{_HOMES[name]}"), name)
+    if name == "VisionPrompt":
+        raise AttributeError("fedprompt.VisionPrompt is called TokenPrompt now, and Prompts.vision is Prompts.tokens")
     raise AttributeError(f"module 'fedprompt' has no attribute {name!r}")
 
 

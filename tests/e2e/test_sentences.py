@@ -52,7 +52,7 @@ def test_predictions_of_a_clients_test_sentences_are_those_of_its_evaluation(cal
         done = call("predict", RUN, "--client", name, f"sites/{name}.parquet", "--split", "test", "--json")
         assert done.returncode == 0, done.stderr
         tally = json.loads(done.stdout)["summary"]
-        assert (tally["correct"], tally["images"]) == (counts[client]["correct"], counts[client]["samples"])
+        assert (tally["correct"], tally["texts"]) == (counts[client]["correct"], counts[client]["samples"])
 
 
 def test_unlabelled_sentences_of_a_csv_file_are_predicted(call: Call, place: Path) -> None:
@@ -61,7 +61,7 @@ def test_unlabelled_sentences_of_a_csv_file_are_predicted(call: Call, place: Pat
     done = call("predict", RUN, "--client", "client_0", "new.csv", "--csv")
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(done.stdout.splitlines()))
-    assert [row["image"] for row in rows] == ["new.csv:0", "new.csv:1", "new.csv:2"]
+    assert [row["text"] for row in rows] == ["new.csv:0", "new.csv:1", "new.csv:2"]
 
 
 @pytest.mark.parametrize(

@@ -28,17 +28,20 @@ from torch import Tensor
 from fedprompt.backbones.vit import ViT
 from fedprompt.client.client_states import ClientStates
 from fedprompt.client.runtime import ClientRuntime
-from fedprompt.client.step import forward, make_batch
+from fedprompt.client.step import forward, make_batch, rows_of
+from fedprompt.config import TrainConfig
 from fedprompt.core import registry
 from fedprompt.core.method import Batch, Method, Prompts, Seen, Server, Upload, World
+from fedprompt.core.recipe import learning_rate, resolve
 from fedprompt.data.cache.pixel_store import ImageStore
 from fedprompt.engines import kinds
 from fedprompt.features.image_bank import ImageBank
 from fedprompt.modules.contexts import TextContext
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import stream
 from fedprompt.runs.run import Run
 from fedprompt.tensors import Tensors
+from fedprompt.tuning.space import trained
 
 pytestmark = pytest.mark.matrix
 
@@ -57,6 +60,14 @@ def tiny(settings: Any) -> Any:
         return settings(data=data, train=train, federation=federation, **changes)
 
     return make
+
+
+def test_recommended_rates_are_numbers_for_all_that_is_trained(method: Method, tiny: Any) -> None:
+    """Relative rates too, which need to know how large a tensor was before the first round."""
+    world = experiment(tiny(), method).factory.prepare().world
+    train = resolve(TrainConfig(), method.recipe)
+    rates = [learning_rate(train, name, world.roles.initial) for name in trained(method, world, train)]
+    assert all(0 <= rate < float("inf") for rate in rates)
 
 
 @pytest.mark.sampled
@@ -196,15 +207,14 @@ def _working_parameters(method: Method, tiny: Any) -> tuple[World, ViT, ClientRu
 
 def _said(world: World, context: TextContext, tokens: Tensor, changes: Tensors) -> Tensor:
     """Features (N, C, D) of the contexts of N clients, or (N, B, C, D), image by image; client by client with changes."""
+    text = world.text.with_names(context.names)
     if context.per_image:
-        return torch.stack([world.text.encode(own, context.position) for own in tokens])
+        return torch.stack([text.encode(own, context.position) for own in tokens])
     if not changes:
-        return world.text.encode(tokens, context.position)
-    assert world.text.encode_unstored is not None
+        return text.encode(tokens, context.position)
+    assert text.encode_unstored is not None
     each = [{name: value[client] for name, value in changes.items()} for client in range(len(tokens))]
-    return torch.cat(
-        [world.text.encode_unstored(t[None], context.position, c) for t, c in zip(tokens, each, strict=True)]
-    )
+    return torch.cat([text.encode_unstored(t[None], context.position, c) for t, c in zip(tokens, each, strict=True)])
 
 
 def _folded_losses(
@@ -222,13 +232,13 @@ def _folded_losses(
     clients, size = labels.shape
     plans: list[Any] = []
 
-    def spread(slots: tuple[VisionPrompt, ...], rows: int) -> tuple[Tensor, ...]:
+    def spread(slots: tuple[TokenPrompt, ...], rows: int) -> tuple[Tensor, ...]:
         return tuple(
             slot.tokens if slot.tokens.dim() == 4 else slot.tokens.expand(rows, *slot.tokens.shape) for slot in slots
         )
 
-    def folded(tokens: tuple[Tensor, ...], plan: Prompts) -> list[VisionPrompt]:
-        return [replace(slot, tokens=each.flatten(0, 1)) for each, slot in zip(tokens, plan.vision, strict=True)]
+    def folded(tokens: tuple[Tensor, ...], plan: Prompts) -> list[TokenPrompt]:
+        return [replace(slot, tokens=each.flatten(0, 1)) for each, slot in zip(tokens, plan.tokens, strict=True)]
 
     def ask(
         params: Tensors, labels: Tensor, features: Tensors, noise: Tensors
@@ -236,7 +246,7 @@ def _folded_losses(
         given = step.prompts(world, params, Batch(labels, features), noise)
         plans.append(given)
         contexts = {name: context.tokens for name, context in given.text.items()}
-        return spread(given.vision, given.repeat * size), contexts, given.extra, given.weights, given.text_weights
+        return spread(given.tokens, given.repeat * size), contexts, given.extra, given.weights, given.text_weights
 
     slots, contexts, extra, weights, text_weights = torch.func.vmap(ask)(params, labels, features, noise)
     plan = plans[0]
@@ -248,9 +258,9 @@ def _folded_losses(
     ) -> tuple[tuple[Tensor, ...], Tensors]:
         given = step.later(world, params, cls, Batch(labels, features), noise)
         plans.append(given)
-        return spread(given.vision, plan.repeat * size), given.extra
+        return spread(given.tokens, plan.repeat * size), given.extra
 
-    def later(cls: Tensor) -> list[VisionPrompt]:
+    def later(cls: Tensor) -> list[TokenPrompt]:
         joining, more = torch.func.vmap(ask_later)(params, cls.unflatten(0, (clients, -1)), labels, features, noise)
         extra.update(more)
         return folded(joining, plans[-1])
@@ -260,14 +270,18 @@ def _folded_losses(
         alone = [
             backbone.with_added({name: value[client] for name, value in weights.items()}).run(
                 images[client],
-                [replace(slot, tokens=each[client]) for each, slot in zip(slots, plan.vision, strict=True)],
+                [replace(slot, tokens=each[client]) for each, slot in zip(slots, plan.tokens, strict=True)],
                 step.reads,
             )
             for client in range(clients)
         ]
         seen = {name: torch.stack([each[name] for each in alone]) for name in alone[0]}
     else:
-        together = backbone.run(images.flatten(0, 1), folded(slots, plan), step.reads, pause=pause)
+        rows = torch.func.vmap(lambda *given: rows_of(step.prompts(world, given[0], Batch(*given[1:3]), given[3])))(
+            params, labels, features, noise
+        )
+        changed = backbone.modulated({name: each.flatten(0, 1) for name, each in rows.items()}) if rows else backbone
+        together = changed.run(images.flatten(0, 1), folded(slots, plan), step.reads, pause=pause)
         seen = {name: value.unflatten(0, (clients, plan.repeat * size)) for name, value in together.items()}
 
     def answer(

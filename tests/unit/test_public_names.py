@@ -27,7 +27,7 @@ PROMISED = {
     "Progress",
     "Mixture",
     "Combine",
-    "VisionPrompt",
+    "TokenPrompt",
     "TextContext",
     "WithHead",
     "WithText",
@@ -72,6 +72,13 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Methods'"):
         _ = fedprompt.Methods
+
+
+def test_a_name_of_earlier_versions_says_what_it_is_called_now() -> None:
+    with pytest.raises(
+        AttributeError, match=r"VisionPrompt is called TokenPrompt now, and Prompts\.vision is Prompts\.tokens"
+    ):
+        _ = fedprompt.VisionPrompt
 
 
 def test_type_checkers_see_every_name(tmp_path: Path) -> None:

@@ -31,11 +31,14 @@ def run_block(
     own = joined(turns[: len(live)], live)
     some = [(rows, turn) for rows, turn in zip(passive, turns[len(live) :], strict=True) if rows.shape[1]]
     passive, turns = [rows for rows, _ in some], [turn for _, turn in some]
+    own_scale = layers.by_image(weights)
     x = torch.cat(together(live), dim=1) if len(live) > 1 else live[0]
+    if own_scale:
+        passive = [spread(piece, max(len(piece), len(x))) for piece in passive]
     rows = x.shape[1]
     total = rows + sum(piece.shape[1] for piece in passive)
     few = rows * ((shape.heads - 1) * total + shape.width) < shape.width * total  # by the products that each way costs
-    few = few and shape.rope_base is None  # turned keys have no common matrix
+    few = few and shape.rope_base is None and not own_scale  # such keys have no common matrix
     mixed = _few_look(weights, shape, x, passive) if few else _many_look(weights, shape, x, passive, own, turns)
     given = x = spread(x, len(mixed))
     x = x + _scaled(weights, shape, "scale1", layers.linear(weights, "attention.out", mixed))
@@ -56,8 +59,10 @@ def cls_attention(weights: Weights, shape: ViTShape, pieces: Sequence[Tensor], t
     asking = 1 if shape.has_cls else pieces[0].shape[1]
     to_query, to_key = weights["attention.in.weight"][: 2 * shape.width].chunk(2)
     query_bias, key_bias = weights["attention.in.bias"][: 2 * shape.width].chunk(2)
-    query = F.linear(normed[:, :asking], to_query, query_bias).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
-    key = F.linear(normed, to_key, key_bias).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+    queries, keys = slice(shape.width), slice(shape.width, 2 * shape.width)
+    query = layers.scaled(weights, "attention.in", F.linear(normed[:, :asking], to_query, query_bias), queries)
+    key = layers.scaled(weights, "attention.in", F.linear(normed, to_key, key_bias), keys)
+    query, key = (rows.unflatten(-1, (shape.heads, -1)).transpose(1, 2) for rows in (query, key))
     query, key = turned(query, None if own is None else own[:, :asking]), turned(key, own)
     looks = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1).mean((1, 2))  # (B, rows)
     return torch.stack([look.sum(-1) for look in looks.split([piece.shape[1] for piece in pieces], dim=-1)], dim=-1)
@@ -74,11 +79,14 @@ def _many_look(
     """Attention (B, R, d) of the live rows. Passive rows get a key and a value, but no query."""
     weight, bias = weights["attention.in.weight"], weights["attention.in.bias"]
     normed = layers.norm(weights, "norm1", x, shape.norm_eps)
-    query, key, value = layers.split_heads(F.linear(normed, weight, bias), shape.heads, 3)
+    projected = layers.scaled(weights, "attention.in", F.linear(normed, weight, bias))
+    query, key, value = layers.split_heads(projected, shape.heads, 3)
     pairs = [(turned(key, own), value)]
     for rows, turn in zip(passive, turns or [None] * len(passive), strict=True):
         normed = layers.norm(weights, "norm1", rows, shape.norm_eps)
-        key, value = layers.split_heads(F.linear(normed, weight[shape.width :], bias[shape.width :]), shape.heads, 2)
+        projected = F.linear(normed, weight[shape.width :], bias[shape.width :])
+        projected = layers.scaled(weights, "attention.in", projected, slice(shape.width, None))
+        key, value = layers.split_heads(projected, shape.heads, 2)
         pairs.append((turned(key, turn), value))
     key, value = (torch.cat(together(parts), dim=2) if passive else parts[0] for parts in zip(*pairs, strict=True))
     query = spread(turned(query, own), len(key))

@@ -29,7 +29,7 @@ from fedprompt.backbones.shape import CHANNELS, ViTShape
 from fedprompt.backbones.vit import READS, ViT
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, ConfigError, ContractError, broken
-from fedprompt.modules.insertion import WITHOUT_BLOCKS, VisionPrompt, spread
+from fedprompt.modules.insertion import WITHOUT_BLOCKS, TokenPrompt, spread
 from fedprompt.tensors import to_device
 
 BATCH_NORM_EPS = 1e-5
@@ -53,10 +53,10 @@ class ResNetTower(ViT):
     def run(
         self,
         tokens: Tensor,
-        prompts: Sequence[VisionPrompt] = (),
+        prompts: Sequence[TokenPrompt] = (),
         reads: Iterable[str] = ("cls",),
         start: int = 0,
-        pause: tuple[int, Callable[[Tensor], Sequence[VisionPrompt]]] | None = None,
+        pause: tuple[int, Callable[[Tensor], Sequence[TokenPrompt]]] | None = None,
         repeat: int = 1,
     ) -> dict[str, Tensor]:
         """The attention with the mean, or with every place, as the query."""
@@ -66,7 +66,7 @@ class ResNetTower(ViT):
         if not wanted or not wanted <= set(READS):
             raise ContractError(f"reads must be some of {', '.join(READS)}, got {sorted(wanted)}")
         asking = {"cls": tokens[:, :1], "patches": tokens[:, 1:], "prompts": tokens[:, :0]}
-        seen = {name: spread(self._attended(asking[name], tokens), repeat * len(tokens)) for name in wanted}
+        seen = {name: spread(self._attended(asking[name], tokens), len(tokens) * repeat) for name in wanted}
         return seen | {"cls": seen["cls"].squeeze(1)} if "cls" in seen else seen
 
     def block_inputs(self, tokens: Tensor, blocks: Sequence[int] | None = None) -> list[Tensor]:

@@ -24,6 +24,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Self
 
 import torch
@@ -35,7 +36,7 @@ from fedprompt.backbones.text_tower import TextTower
 from fedprompt.backbones.vit import ViT
 from fedprompt.errors import BackboneError, broken
 from fedprompt.modules.contexts import Language, Position
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 RAW_SCALES = {"mini": 1 / 85, "b16": 1 / 39}  # of the bridges
 JOINT_READS = ("image", "image_raw", "image_patches")
@@ -121,10 +122,10 @@ class DualEncoder(ViT):
     def run(
         self,
         tokens: Tensor,
-        prompts: Sequence[VisionPrompt] = (),
+        prompts: Sequence[TokenPrompt] = (),
         reads: Iterable[str] = ("cls",),
         start: int = 0,
-        pause: tuple[int, Callable[[Tensor], Sequence[VisionPrompt]]] | None = None,
+        pause: tuple[int, Callable[[Tensor], Sequence[TokenPrompt]]] | None = None,
         repeat: int = 1,
     ) -> dict[str, Tensor]:
         """As `ViT.run`, and `image`, `image_raw` and `image_patches` can be read too."""
@@ -169,6 +170,7 @@ class DualEncoder(ViT):
             ]
             return torch.cat([contexts.new_empty(0, len(class_names), self.features), *each])
 
+        @cache
         def encode_names() -> Tensor:
             bare = dataclasses.replace(names, stops=((),) * len(names.ids), layouts={})
             with torch.no_grad():
@@ -190,6 +192,7 @@ class DualEncoder(ViT):
             self.bias,
             encode_unstored,
             self.text.shape.depth,
+            cache(self.language),
         )
 
     def digest(self) -> str:

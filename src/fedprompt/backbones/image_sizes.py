@@ -83,8 +83,12 @@ def _of_open_clip(values: dict[str, Any]) -> tuple[Any, Any]:
     patch = 32 if isinstance(values.get("layers"), list) else values.get("patch_size", 16)
     if "timm_model_name" in values:
         named = re.search(r"_patch(\d+)", values["timm_model_name"])
-        patch = int(named[1]) if named else None
+        patch = int(named[1]) if named else _of_mobile_clip(values["timm_model_name"])
     return patch, values.get("image_size", 224)
+
+
+def _of_mobile_clip(name: str) -> int | None:
+    return {"fastvit_mci": 32, "vit_base_mci": 16}.get(name.rstrip("_0123456789"))
 
 
 def _of_file(path: Path) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.errors import ContractError
+from fedprompt.modules.insertion import spread
 
 Weights = Mapping[str, Tensor]
 
@@ -19,12 +20,30 @@ class _Hash(Protocol):
     def update(self, data: Any, /) -> None: ...
 
 
+FACTOR, SHIFT = ".factor", ".shift"  # (B, width), a scale and a shift behind an operation for each image
+
+
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    return F.linear(x, weights[name + ".weight"], weights[name + ".bias"])
+    return scaled(weights, name, F.linear(x, weights[name + ".weight"], weights[name + ".bias"]))
 
 
 def norm(weights: Weights, name: str, x: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weights[name + ".weight"], weights[name + ".bias"], eps)
+    return scaled(weights, name, F.layer_norm(x, x.shape[-1:], weights[name + ".weight"], weights[name + ".bias"], eps))
+
+
+def scaled(weights: Weights, name: str, x: Tensor, columns: slice = slice(None)) -> Tensor:
+    """The output (B, R, columns) of an operation, scaled and shifted image by image where that is asked for; B may count
+    several samples of each image, side by side.
+    """
+    if name + FACTOR not in weights:
+        return x
+    factor, shift = (spread(weights[name + end], len(x))[:, None, columns] for end in (FACTOR, SHIFT))
+    return x * factor + shift
+
+
+def by_image(weights: Weights) -> bool:
+    """Whether a block scales and shifts anything image by image."""
+    return any(name.endswith(FACTOR) for name in weights)
 
 
 class _SplitHeads(torch.autograd.Function):

@@ -1,7 +1,9 @@
-"""Folders in the layout of open_clip: `open_clip_config.json`, safetensors and a tokenizer (OpenAI, LAION, BiomedCLIP).
+"""Folders in the layout of open_clip: `open_clip_config.json`, safetensors and a tokenizer (OpenAI, LAION, BiomedCLIP,
+MobileCLIP).
 
-Image towers: CLIP's own ViT, CLIP's ResNet (`clip_resnet.py`), and a plain ViT of timm. Text towers: CLIP's own, and a BERT of
-`transformers` behind which one row or the mean is projected. All that a config states beyond this is refused.
+Image towers: CLIP's own ViT, CLIP's ResNet (`clip_resnet.py`), a plain ViT of timm, and those of MobileCLIP
+(`mobile_clip.py`). Text towers: CLIP's own, with or without its causal mask, and a BERT of `transformers` behind which one
+row or the mean is projected. All that a config states beyond this is refused.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from torch import Tensor
 from fedprompt.backbones.assemble import assemble, check_tensors, infer_shape
 from fedprompt.backbones.catalog import Triple
 from fedprompt.backbones.clip import END, START, byte_pair_words, joined
-from fedprompt.backbones.clip_resnet import ClipResNet, resnet_tower
+from fedprompt.backbones.clip_resnet import ClipResNet, ResNetTower, resnet_tower
 from fedprompt.backbones.dual_encoder import DualEncoder
 from fedprompt.backbones.hub_download import OPEN_CLIP
 from fedprompt.backbones.key_mapping import canonical, renamed, with_zero_biases
 from fedprompt.backbones.minilm import END as BERT_END
 from fedprompt.backbones.minilm import START as BERT_START
 from fedprompt.backbones.minilm import bert_weights
+from fedprompt.backbones.mobile_clip import MCiTower, MobileClipMCi, MobileClipViT, StemmedViT, mci_tower, stemmed_vit
 from fedprompt.backbones.model_folder import check_heads
 from fedprompt.backbones.preprocessing import preprocessing, triple
 from fedprompt.backbones.projection import Projection
@@ -33,6 +36,7 @@ from fedprompt.backbones.text_tower import (
     FirstTokenTower,
     TextShape,
     TextTower,
+    UnmaskedTower,
     text_tensor_shapes,
 )
 from fedprompt.backbones.tokenizer import Words
@@ -69,10 +73,17 @@ _IN_BLOCK = {
 # settings that matter to the architecture, and those that do not once the weights are there
 _VISION_KEYS = {"image_size", "layers", "width", "patch_size", "head_width", "mlp_ratio", "pool_type"}
 _TIMM_KEYS = {"image_size", "timm_model_name", "timm_pool", "timm_proj"}
-_TEXT_KEYS = {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "pool_type"}
+_TEXT_KEYS = {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "pool_type", "no_causal_mask"}
 _BERT_KEYS = {"hf_model_name", "hf_proj_type", "proj", "proj_type", "hf_pooler_type", "pooler_type", "context_length"}
 _TRAINING = {"patch_dropout", "output_tokens", "timm_model_pretrained", "timm_drop", "timm_drop_path"}
 _TRAINING |= {"hf_tokenizer_name", "hf_model_pretrained", "tokenizer_kwargs", "vocab_size", "width", "heads", "layers"}
+
+
+_KINDS: dict[type[ViT], type[DualEncoder]] = {
+    ResNetTower: ClipResNet,
+    MCiTower: MobileClipMCi,
+    StemmedViT: MobileClipViT,
+}
 
 
 def from_folder(folder: Path, settings: BackboneConfig) -> DualEncoder:
@@ -91,8 +102,7 @@ def from_folder(folder: Path, settings: BackboneConfig) -> DualEncoder:
     text = _text(folder, model["text_cfg"], other, activation, vision)
     scale = float(tensors["logit_scale"].double().exp())
     bias = float(tensors.get("logit_bias", torch.zeros(())))
-    kind = ClipResNet if vision.shape.depth == 0 else DualEncoder
-    return joined(vision, text, into, scale, bias, kind)
+    return joined(vision, text, into, scale, bias, _KINDS.get(type(vision), DualEncoder))
 
 
 def _configs(folder: Path) -> tuple[dict[str, Any], tuple[Triple, Triple] | None]:
@@ -164,6 +174,8 @@ def _vision(
     settings: BackboneConfig,
 ) -> tuple[ViT, Projection]:
     """The image tower and its projection."""
+    if "_mci" in str(config.get("timm_model_name", "")):
+        return _mobile(config, tensors, own, settings)
     if "timm_model_name" in config:
         vision = _timm(config, tensors, own, settings)
         into = _linear(tensors, "head.proj.weight", vision)
@@ -192,12 +204,27 @@ def _vision(
     return vision, Projection({"linear.weight": _placed(into.weights["linear.weight"], vision)})
 
 
+def _mobile(
+    config: Mapping[str, Any], tensors: dict[str, Tensor], own: tuple[Triple, Triple], settings: BackboneConfig
+) -> tuple[ViT, Projection]:
+    """An image tower of MobileCLIP, whose last layer is the projection."""
+    _only(config, _TIMM_KEYS)
+    _one_of(config, "timm_proj", ("", None), None)
+    trunk = {name.removeprefix("trunk."): tensor for name, tensor in tensors.items() if name.startswith("trunk.")}
+    if config["timm_model_name"] in ("fastvit_mci0", "fastvit_mci1", "fastvit_mci2"):
+        _one_of(config, "timm_pool", ("avg",), "avg")
+        return mci_tower(trunk, _whole(config, "image_size", 256), own, settings)
+    _one_of(config, "timm_model_name", ("vit_base_mci_224",), None)
+    _one_of(config, "timm_pool", ("token",), "token")
+    return stemmed_vit(trunk, own, settings)
+
+
 def _timm(
     config: Mapping[str, Any], tensors: dict[str, Tensor], own: tuple[Triple, Triple], settings: BackboneConfig
 ) -> ViT:
     """A plain ViT of timm, whose CLS row is projected linearly."""
     name = str(config["timm_model_name"])
-    if not name.startswith(("vit_", "deit_")) or "mci" in name:  # MobileCLIP's have convolutions
+    if not name.startswith(("vit_", "deit_")):
         raise BackboneError(broken(f"timm_model_name in {OPEN_CLIP}", "be a plain vision transformer", name))
     _only(config, _TIMM_KEYS)
     _one_of(config, "timm_pool", ("", "token"), "")
@@ -231,9 +258,8 @@ def _text(
     check_tensors(named, text_tensor_shapes(shape, outer_norm="norm"))
     words = byte_pair_words(folder)
     start, end = _ends(words, START, END)
-    return CausalTower(
-        shape, {name: _placed(tensor, vision) for name, tensor in named.items()}, words, start, end, into
-    )
+    kind = UnmaskedTower if _one_of(config, "no_causal_mask", (True, False), False) else CausalTower
+    return kind(shape, {name: _placed(tensor, vision) for name, tensor in named.items()}, words, start, end, into)
 
 
 def _bert(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], vision: ViT) -> TextTower:

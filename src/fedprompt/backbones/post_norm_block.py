@@ -73,4 +73,5 @@ def _projected(weights: Weights, shape: ViTShape, rows: Tensor, part: int) -> Te
     """Queries (0), keys (1) or values (2) of some rows, (B, heads, R, d / heads)."""
     own = slice(part * shape.width, (part + 1) * shape.width)
     projected = F.linear(rows, weights["attention.in.weight"][own], weights["attention.in.bias"][own])
+    projected = layers.scaled(weights, "attention.in", projected, own)
     return projected.unflatten(-1, (shape.heads, -1)).transpose(1, 2)

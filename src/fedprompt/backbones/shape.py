@@ -126,6 +126,9 @@ def _pool_tensors(shape: ViTShape) -> dict[str, tuple[int, ...]]:
     }
 
 
+OPERATIONS = ("norm1", "attention.in", "attention.out", "norm2", "mlp.in", "mlp.out")  # of a block
+
+
 @cache
 def block_tensors(shape: ViTShape) -> Mapping[str, tuple[int, ...]]:
     """The tensors of one block."""

@@ -8,6 +8,8 @@ it (`middle`), and it may be one for all classes or one per class. Three familie
   of each sentence attends to its keys and values; of the last block only the end token's row is computed.
 * `BidirectionalTower`, BERT's: post-norm, all tokens attend to each other, the mean over the sentence is read.
   Sentences can share nothing. `FirstTokenTower` is the same, but its start token is read.
+* `UnmaskedTower`, MobileCLIP's: CLIP's without its causal mask, so that a token attends to all positions, the padding
+  among them, and the end token is read.
 * `PaddedTower`, SigLIP's: pre-norm, all tokens attend to each other and to the padding that follows the end token, and
   the last row is read. There is no start token.
 
@@ -358,6 +360,38 @@ class PaddedTower(PreNormTower):
                 query, x = query[:, :, -1:], x[:, -1:]
             x = self._finished(block, x, F.scaled_dot_product_attention(query, key, value))
         return layers.norm(self.weights, "norm", x[:, -1], self.shape.norm_eps).unflatten(0, (contexts, classes))
+
+
+class UnmaskedTower(PreNormTower):
+    """CLIP's text encoder without a mask: MobileCLIP's. Behind the end token stand tokens of number 0."""
+
+    shares_beginning = False
+
+    def _padding(self, free: int) -> list[int]:
+        return [0] * free
+
+    def _prepare(self, leading: Tensor) -> list[Tensor]:
+        return [leading]
+
+    def _read_group(self, contexts: Tensor, group: Group, first: int, *prepared: Tensor) -> Tensor:
+        """The rows of the end tokens, which stand at different places."""
+        ends = first + (group.rests == -1 - self.end).int().argmax(1)  # (c,)
+        (leading,) = prepared
+        rest = self._rest(contexts, group, first)
+        many, classes = rest.shape[:2]
+        with self._precision():
+            x = torch.cat([leading.unsqueeze(1).expand(-1, classes, -1, -1), rest], dim=2).flatten(0, 1)
+            for block in range(self.shape.depth):
+                query, key, value = self._projected(block, x)
+                if block == self.shape.depth - 1:
+                    rows, places = torch.arange(len(x), device=x.device), ends.repeat(many)
+                    query, x = query[rows, :, places].unsqueeze(2), x[rows, places].unsqueeze(1)
+                x = self._finished(block, x, F.scaled_dot_product_attention(query, key, value))
+            read = layers.norm(self.weights, "norm", x[:, 0], self.shape.norm_eps).unflatten(0, (many, classes))
+        return self.projection(read)
+
+    def _read(self, rest: Tensor, *prepared: Tensor) -> Tensor:
+        raise NotImplementedError("the end tokens are needed to read")
 
 
 class BidirectionalTower(TextTower):

@@ -33,10 +33,10 @@ from fedprompt.backbones.layers import Weights
 from fedprompt.backbones.pooling import pooled, pooled_alone
 from fedprompt.backbones.recomputed_block import RecomputedBlock
 from fedprompt.backbones.rotary import Turns
-from fedprompt.backbones.shape import CHANNELS, ViTShape, block_tensors
+from fedprompt.backbones.shape import CHANNELS, OPERATIONS, ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.errors import BackboneError, ContractError, broken
-from fedprompt.modules.insertion import VisionPrompt, check_prompt, enter, leaves, spread, together
+from fedprompt.modules.insertion import TokenPrompt, check_prompt, enter, leaves, spread, together
 from fedprompt.tensors import to_device
 
 __all__ = ["READS", "ViT", "ViTShape"]
@@ -75,6 +75,22 @@ class ViT:
         return {"cls": self.shape.width, "patches": self.shape.patches * self.shape.width}
 
     @property
+    def frame(self) -> int:
+        """Side of the images in pixels where something can be added to them (`modulated`): their patches are what enters
+        block 0, without a stem or a norm before it.
+        """
+        return self.shape.image_size if self.depth and not self.stem and not self.shape.ln_pre else 0
+
+    @property
+    def operations(self) -> dict[str, int]:
+        """Operations whose output can be scaled and shifted image by image (`modulated`), and their width."""
+        sizes = block_tensors(self.shape)
+        blocks = range(self.depth)
+        found = {f"blocks.{block}.{name}": sizes[name + ".bias"][0] for block in blocks for name in OPERATIONS}
+        before = {"patch": self.shape.width} if self.frame else {}
+        return before | found | ({"norm": self.shape.width} if self.depth and "norm.weight" in self.weights else {})
+
+    @property
     def device(self) -> torch.device:
         return self.weights["lead"].device
 
@@ -92,13 +108,17 @@ class ViT:
         weights = self.weights
         images = to_device(images, self.device, self.dtype)
         with layers.precision(self.autocast, self.device):
-            patches = F.conv2d(images, weights["patch.weight"], weights["patch.bias"], stride=self.shape.patch)
+            patches = self._patched(images)
         patches = patches.flatten(2).transpose(1, 2) + weights["position"]  # (B, M, d)
         tokens = torch.cat([weights["lead"].expand(len(images), -1, -1), patches], dim=1)
         tokens = self._norm("ln_pre", tokens) if self.shape.ln_pre else tokens
         for block in range(-self.stem, 0):
             (tokens,) = self._block(block, [tokens], [], self._turns())
         return tokens
+
+    def _patched(self, images: Tensor) -> Tensor:
+        """The patches (B, d, grid, grid) of images on the device, before their positions."""
+        return F.conv2d(images, self.weights["patch.weight"], self.weights["patch.bias"], stride=self.shape.patch)
 
     def summary(self, tokens: Tensor) -> Tensor:
         """One row (B, d) for an image in the middle of a pass: CLS, or without CLS the mean of the patches."""
@@ -110,6 +130,37 @@ class ViT:
         """
         renamed = {name: self._behind_stem(name) for name in changes}
         return dataclasses.replace(self, weights=layers.with_changes(self.weights, changes, renamed))
+
+    def modulated(self, rows: Mapping[str, Tensor]) -> ViT:
+        """The same transformer for one batch, whose images it treats differently: outputs of `operations` are scaled and
+        shifted by tensors (B, 2, width), and `pixels` (G, 3, S, S) are added to the normalised images of G equally long runs.
+        """
+        weights, known = dict(self.weights), self.operations
+        for name, value in rows.items():
+            if name == "pixels":
+                if not self.frame or tuple(value.shape[1:]) != (CHANNELS, self.frame, self.frame):
+                    raise ContractError(
+                        f"pixels must be (G, {CHANNELS}, {self.frame}, {self.frame}), got {tuple(value.shape)}"
+                    )
+                moved = F.conv2d(value.to(self.dtype), weights["patch.weight"], stride=self.shape.patch)
+                weights[name] = moved.flatten(2).transpose(1, 2)  # (G, M, d)
+            elif name not in known or value.ndim != 3 or tuple(value.shape[1:]) != (2, known[name]):
+                raise ContractError(f"factors must fit an operation, got {name!r} of shape {tuple(value.shape)}")
+            else:
+                place = self._behind_stem(name)
+                weights[place + layers.FACTOR], weights[place + layers.SHIFT] = value.unbind(1)
+        return dataclasses.replace(self, weights=weights)
+
+    def _entering(self, tokens: Tensor) -> Tensor:
+        """The input of block 0 (B, T, d) after what was added to the pixels, and scaled and shifted behind the embedding."""
+        if "pixels" not in self.weights and "patch" + layers.FACTOR not in self.weights:
+            return tokens
+        lead, patches = tokens.split([self.shape.lead, self.shape.patches], dim=1)
+        patches = patches - self.weights["position"]
+        if "pixels" in self.weights:
+            patches = patches + spread(self.weights["pixels"], len(patches))
+        patches = layers.scaled(self.weights, "patch", patches) + self.weights["position"]
+        return torch.cat([lead, patches], dim=1)
 
     def _behind_stem(self, name: str) -> str:
         kind, _, rest = name.partition(".")
@@ -133,10 +184,10 @@ class ViT:
     def run(
         self,
         tokens: Tensor,
-        prompts: Sequence[VisionPrompt] = (),
+        prompts: Sequence[TokenPrompt] = (),
         reads: Iterable[str] = ("cls",),
         start: int = 0,
-        pause: tuple[int, Callable[[Tensor], Sequence[VisionPrompt]]] | None = None,
+        pause: tuple[int, Callable[[Tensor], Sequence[TokenPrompt]]] | None = None,
         repeat: int = 1,
     ) -> dict[str, Tensor]:
         """Run the blocks from `start` on with prompts inserted, and read rows after the final norm.
@@ -157,6 +208,7 @@ class ViT:
         """
         reads = frozenset(reads)
         self._check(tokens, prompts, reads, start, pause, repeat)
+        tokens = self._entering(tokens) if start == 0 else tokens
         batch, last = len(tokens) * repeat, self.depth - 1
         empty = tokens.new_empty(1, 0, self.shape.width)
         main, prompts, slots = tokens, list(prompts), [empty for _ in prompts]
@@ -249,13 +301,13 @@ class ViT:
         """The same of every row by itself, (B, R, d)."""
         return pooled_alone(self.weights, self.shape, rows)
 
-    def _enter(self, prompt: VisionPrompt, rows: Tensor, block: int) -> Tensor:
+    def _enter(self, prompt: TokenPrompt, rows: Tensor, block: int) -> Tensor:
         """The rows of a slot at the input of a block. CLIP's `ln_pre` also applies to prompts of block 0."""
         entered = enter(prompt, rows, block)
         return self._norm("ln_pre", entered) if self.shape.ln_pre and self.stem + block == 0 else entered
 
     def _last_block(
-        self, main: Tensor, prompts: Sequence[VisionPrompt], slots: list[Tensor], reads: frozenset[str]
+        self, main: Tensor, prompts: Sequence[TokenPrompt], slots: list[Tensor], reads: frozenset[str]
     ) -> dict[str, Tensor]:
         """Only the rows that are read are live."""
         block, sizes = self.depth - 1, [int(self.shape.has_cls), self.shape.extra_tokens, self.shape.patches]
@@ -294,7 +346,11 @@ class ViT:
 
     def _weights_of(self, block: int) -> Weights:
         prefix = f"blocks.{self.stem + block}."
-        names = [*block_tensors(self.shape), *(n for n in layers.ADAPTER_TENSORS if prefix + n in self.weights)]
+        more = (
+            *layers.ADAPTER_TENSORS,
+            *(name + part for name in OPERATIONS for part in (layers.FACTOR, layers.SHIFT)),
+        )
+        names = [*block_tensors(self.shape), *(name for name in more if prefix + name in self.weights)]
         return {name: self.weights[prefix + name] for name in names}
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -303,7 +359,7 @@ class ViT:
     def _check(
         self,
         tokens: Tensor,
-        prompts: Sequence[VisionPrompt],
+        prompts: Sequence[TokenPrompt],
         reads: frozenset[str],
         start: int,
         pause: tuple[int, object] | None,

@@ -35,7 +35,8 @@ Device = Annotated[str | None, typer.Option(help="Where to compute, such as cpu 
 def predict(
     run: OneRun,
     images: Annotated[
-        list[Path] | None, typer.Argument(help="Image files, folders of them, and parquet files.")
+        list[Path] | None,
+        typer.Argument(help="Image files, folders of them, and CSV or parquet files of images or texts."),
     ] = None,
     client: OfClient = None,
     adapt: Annotated[
@@ -51,7 +52,7 @@ def predict(
         str | None, typer.Option(help="Only the rows of this split of parquet files: train, val or test.")
     ] = None,
     top: Annotated[
-        int, typer.Option(min=1, help="Number of classes to print for every image, the most likely first.")
+        int, typer.Option(min=1, help="Number of classes to print for every image or text, the most likely first.")
     ] = 5,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV to standard output.")] = False,
     as_json: AsJson = False,
@@ -65,7 +66,7 @@ def predict(
     trust_config: TrustConfig = False,
     plugin: Plugins = None,
 ) -> None:
-    """Classify images with the model of one client of a run, of a new one, or of an exported folder."""
+    """Classify images or texts with the model of one client of a run, of a new one, or of an exported folder."""
     if not images and save is None:
         raise ConfigError(broken("IMAGE", "be at least one file or folder", []))
     _check_split(split, images or [])
@@ -180,7 +181,7 @@ def _answer(
     from fedprompt.inference.predict import Row, Tally, predictions
     from fedprompt.inference.prediction_writer import csv_lines, json_lines, table_lines, write_lines
 
-    tally = Tally(frozenset(trained.class_names))
+    tally = Tally(frozenset(trained.class_names), trained.item)
     top = min(top, len(trained.class_names))
 
     def counted(rows: Iterable[Row]) -> Iterator[Row]:
@@ -193,7 +194,7 @@ def _answer(
     pictures = items(images, trained.class_names, trained.cache, split)
     rows = counted(predictions(trained, pictures, top))
     lines: Any = {
-        "csv": lambda: csv_lines(rows, top),
+        "csv": lambda: csv_lines(rows, top, trained.item),
         "json": lambda: json_lines(rows, trained, tally),
         "table": lambda: table_lines(rows, trained.class_names, top),
     }[written_as]()

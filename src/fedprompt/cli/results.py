@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from fedprompt.cli.options import AsJson, Data, Plugins, Runs, TrustConfig, Weights, emit, open_runs, run_folders
 from fedprompt.cli.run_configs import print_comparison
 from fedprompt.errors import ConfigError, RunError, broken
+
+if TYPE_CHECKING:
+    from fedprompt.report.sections import Part
+    from fedprompt.runs.run import Run
 
 Against = Annotated[
     str | None,
@@ -45,10 +49,14 @@ def report(
         float | None,
         typer.Option(
             metavar="SPECIFICITY",
-            help="Also balanced accuracy, macro-F1, AUROC, and sensitivity at this specificity, such as 0.9. It predicts "
-            "the test images again; the three options below say where they are.",
+            help="Sensitivity at this specificity instead of 0.9. It predicts the test images again; the three options below "
+            "say where they are. Also for run files of earlier versions, which have no such figures.",
         ),
     ] = None,
+    uncertainty: Annotated[
+        bool,
+        typer.Option("--uncertainty", help="Also what uncertainty is worth; it predicts the test images again too."),
+    ] = False,
     weights: Weights = None,
     data: Data = None,
     trust_config: TrustConfig = False,
@@ -60,13 +68,23 @@ def report(
     if metrics is not None and not 0 <= metrics <= 1:
         raise ConfigError(broken("--metrics", "be in 0..1", metrics))
     where = {"weights": weights, "data": data, "trust_config": trust_config}
-    made = write_report(open_runs(runs), output, figures, against, metrics, **where)
+    opened = open_runs(runs)
+    first = [_uncertainty(opened, where)] if uncertainty else []
+    made = write_report(opened, output, figures, against, metrics, first, **where)
     lines = [f"report: {made.html}", f"picture: {made.png}"]
     if made.latex is not None:
         lines += [f"table: {made.latex}", f"figures: {len(made.figures)} files in {output / 'figures'}"]
     written = {"html": str(made.html), "png": str(made.png)}
     more = {"figures": [str(path) for path in made.figures], "latex": str(made.latex)} if figures else {}
     emit({**written, **more}, as_json, "\n".join(lines))
+
+
+def _uncertainty(runs: list[Run], where: dict[str, Any]) -> Part:
+    from fedprompt.inference.uncertainty_rows import of_tasks
+    from fedprompt.report.method_grid import arrange
+    from fedprompt.report.uncertainty_part import uncertainty_part
+
+    return uncertainty_part(of_tasks(arrange(runs), **where))
 
 
 def audit(

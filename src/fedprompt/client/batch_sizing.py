@@ -98,10 +98,13 @@ class BatchSizer:
         noise = self._drawn(step, 1, training)
         with torch.no_grad():
             given = step.prompts(world, params, image, noise)
-        tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.vision))
+        tokens = world.tokens + sum(slot.tokens.shape[-2] for slot in inserted(given.tokens))
         passes = changes_images(given, step.reads)
         features_first = anew and (bool(step.needs) or not passes)
-        said = [(c.per_image, world.classes * (c.tokens.shape[-2] + NAME_TOKENS)) for c in given.text.values()]
+        said = [
+            (each.per_image, (len(each.names) or world.classes) * (each.tokens.shape[-2] + NAME_TOKENS))
+            for each in given.text.values()
+        ]
         return StepNeeds(
             per_image=(given.repeat * tokens if passes else 0)
             + (world.tokens if features_first else 0)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fedprompt.client.batch_schedule import BatchSchedule
 from fedprompt.client.batch_sizing import Axes, StepNeeds
-from fedprompt.client.step import changes_images, encode_text, first_block, inserted, run_repeated
+from fedprompt.client.step import changes_images, encode_text, first_block, inserted, rows_of, run_repeated
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.feature_tables import LoadedRows, tokens_name
 from fedprompt.features.image_bank import ImageBank
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.tensors import Tensors, prefixed, stripped
 
 
@@ -159,7 +159,7 @@ def forward_of_clients(
 ) -> Seen:
     """The frozen backbone once for all clients. What is seen has the clients in front: (N, rows of a client, ...)."""
     clients, size = folded.labels.shape
-    plan, slots, contexts, extra = _prompts_of(step, world, params, folded)
+    plan, slots, contexts, extra, rows = _prompts_of(step, world, params, folded)
     text = encode_text(world, plan.text, contexts)
     if not changes_images(plan, step.reads):
         found = {name: folded.rows[name].unflatten(0, (clients, size)) for name in step.reads}
@@ -169,14 +169,17 @@ def forward_of_clients(
     start = first_block(plan)
     tokens = folded.rows[tokens_name(start)]
 
-    def later(cls: Tensor) -> list[VisionPrompt]:
+    def later(cls: Tensor) -> list[TokenPrompt]:
         joining, more, asked = _later_prompts(step, world, params, folded, cls)
         extra.update(more)
         return _folded(joining, asked)
 
     pause = None if plan.pause is None else (plan.pause, later)
-    prompts = _folded(slots, inserted(plan.vision))
-    seen = run_repeated(bank.backbone, tokens, prompts, step.reads, start, pause, plan.repeat, clients)
+    backbone = bank.backbone
+    if rows:
+        backbone = backbone.modulated({name: each.flatten(0, 1) for name, each in rows.items()})
+    prompts = _folded(slots, inserted(plan.tokens))
+    seen = run_repeated(backbone, tokens, prompts, step.reads, start, pause, plan.repeat, clients)
     return Seen(**{name: value.unflatten(0, (clients, -1)) for name, value in seen.items()}, text=text, extra=extra)
 
 
@@ -234,28 +237,28 @@ def _rows_of(seen: Seen) -> Tensors:
 
 def _prompts_of(
     step: Method, world: World, params: StackedParams, folded: StackedBatch
-) -> tuple[Prompts, tuple[Tensor, ...], Tensors, Tensors]:
+) -> tuple[Prompts, tuple[Tensor, ...], Tensors, Tensors, Tensors]:
     """What the method wants inserted: the plan of one client, and the tensors of all of them."""
     if type(step).prompts is Method.prompts:
-        return Prompts(), (), {}, {}
+        return Prompts(), (), {}, {}, {}
     plans: list[Prompts] = []
 
     def ask(
         own: Tensors, images: Tensors, features: Tensors, noise: Tensors
-    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
+    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors, Tensors]:
         batch = folded.batch(images, features)
         given = step.prompts(world, {**params.common, **own}, batch, noise)
         plans.append(given)
         contexts = {name: context.tokens for name, context in given.text.items()}
-        return _tokens(inserted(given.vision)), contexts, given.extra
+        return _tokens(inserted(given.tokens)), contexts, given.extra, rows_of(given)
 
-    slots, contexts, extra = over_clients(ask, params.stacked, folded.images, folded.features, folded.noise)
-    return plans[0], slots, contexts, dict(extra)
+    slots, contexts, extra, rows = over_clients(ask, params.stacked, folded.images, folded.features, folded.noise)
+    return plans[0], slots, contexts, dict(extra), rows
 
 
 def _later_prompts(
     step: Method, world: World, params: StackedParams, folded: StackedBatch, cls: Tensor
-) -> tuple[tuple[Tensor, ...], Tensors, tuple[VisionPrompt, ...]]:
+) -> tuple[tuple[Tensor, ...], Tensors, tuple[TokenPrompt, ...]]:
     plans: list[Prompts] = []
 
     def ask(
@@ -264,19 +267,19 @@ def _later_prompts(
         batch = folded.batch(images, features)
         given = step.later(world, {**params.common, **own}, rows["cls"], batch, noise)
         plans.append(given)
-        return _tokens(inserted(given.vision)), given.extra
+        return _tokens(inserted(given.tokens)), given.extra
 
     rows = {"cls": cls.unflatten(0, (len(folded.labels), -1))}
     joining, extra = over_clients(ask, params.stacked, rows, folded.images, folded.features, folded.noise)
-    return joining, extra, inserted(plans[0].vision)
+    return joining, extra, inserted(plans[0].tokens)
 
 
-def _tokens(slots: Sequence[VisionPrompt]) -> tuple[Tensor, ...]:
+def _tokens(slots: Sequence[TokenPrompt]) -> tuple[Tensor, ...]:
     """The tokens of each slot: one set for all rows of a client (1, blocks, n, d), or one for each of them."""
     return tuple(slot.tokens if slot.tokens.dim() == 4 else slot.tokens.unsqueeze(0) for slot in slots)
 
 
-def _folded(tokens: Sequence[Tensor], slots: Sequence[VisionPrompt]) -> list[VisionPrompt]:
+def _folded(tokens: Sequence[Tensor], slots: Sequence[TokenPrompt]) -> list[TokenPrompt]:
     return [replace(slot, tokens=each.flatten(0, 1)) for each, slot in zip(tokens, slots, strict=True)]
 
 

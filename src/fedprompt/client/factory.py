@@ -92,6 +92,8 @@ class ExperimentFactory:
             dtype=backbone.dtype,
             blank=cache(backbone.blank_tokens),
             has_cls=shape.has_cls,
+            frame=backbone.frame,
+            operations=backbone.operations,
         )
         if self.method.uses_text:
             _ = world.text  # raises where there is none

@@ -62,8 +62,8 @@ def part_of_draws(noise: Tensors, axes: Axes, size: int, start: int, count: int)
         if name not in axes or count == size:
             return tensor
         axis, times = axes[name]
-        runs: Tensor = tensor.unflatten(axis, (times, size))
-        return runs.narrow(axis + 1, start, count).flatten(axis, axis + 1)
+        found: Tensor = tensor.unflatten(axis, (times, size)).narrow(axis + 1, start, count).flatten(axis, axis + 1)
+        return found
 
     return {name: cut(name, tensor) for name, tensor in noise.items()}
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from fedprompt.backbones.vit import ViT
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.features.image_bank import Images, LoadedImages
-from fedprompt.modules.contexts import Position, TextContext
-from fedprompt.modules.insertion import VisionPrompt, spread
+from fedprompt.modules.contexts import Language, Position, TextContext
+from fedprompt.modules.insertion import TokenPrompt, spread
 from fedprompt.tensors import Tensors
 
 
@@ -23,47 +23,52 @@ def encode_text(
 
     Contexts per image (N, B, m, d) have features (N, B, C, D). With `changes` of the tower's weights nothing is stored.
     """
-    kinds: dict[tuple[torch.Size, Position], list[str]] = {}
+    kinds: dict[tuple[torch.Size, Position, tuple[str, ...]], list[str]] = {}
     found: Tensors = {}
     for name, context in plan.items():
         if context.per_image:
-            found[name] = _encode_per_image(world, contexts[name], context.position)
+            found[name] = _encode_per_image(world.text.with_names(context.names), contexts[name], context.position)
         else:
-            kinds.setdefault((contexts[name].shape, context.position), []).append(name)
-    for (_, position), names in kinds.items():
-        together = torch.cat([contexts[name] for name in names])
-        features = (
-            _encode_unstored(world, together, position, changes) if changes else world.text.encode(together, position)
-        )
+            kinds.setdefault((contexts[name].shape, context.position, context.names), []).append(name)
+    for (_, position, spoken), names in kinds.items():
+        together, text = torch.cat([contexts[name] for name in names]), world.text.with_names(spoken)
+        features = _encode_unstored(text, together, position, changes) if changes else text.encode(together, position)
         found |= dict(zip(names, features.unflatten(0, (len(names), -1)), strict=True))
     return found
 
 
-def _encode_per_image(world: World, contexts: Tensor, position: Position) -> Tensor:
-    return torch.unflatten(_encode_unstored(world, contexts.flatten(0, 1), position, {}), 0, list(contexts.shape[:2]))
+def _encode_per_image(text: Language, contexts: Tensor, position: Position) -> Tensor:
+    return torch.unflatten(_encode_unstored(text, contexts.flatten(0, 1), position, {}), 0, list(contexts.shape[:2]))
 
 
-def _encode_unstored(world: World, contexts: Tensor, position: Position, changes: Mapping[str, Tensor]) -> Tensor:
-    assert world.text.encode_unstored is not None
-    return world.text.encode_unstored(contexts, position, changes)
+def _encode_unstored(text: Language, contexts: Tensor, position: Position, changes: Mapping[str, Tensor]) -> Tensor:
+    assert text.encode_unstored is not None
+    return text.encode_unstored(contexts, position, changes)
 
 
-def inserted(slots: Sequence[VisionPrompt]) -> tuple[VisionPrompt, ...]:
+def inserted(slots: Sequence[TokenPrompt]) -> tuple[TokenPrompt, ...]:
     """The slots that hold a token at all."""
     return tuple(slot for slot in slots if slot.tokens.shape[-2])
 
 
 def changes_images(given: Prompts, reads: Collection[str]) -> bool:
     """Whether the images have to go through the backbone again, or what it makes of them without prompts will do."""
-    return bool(inserted(given.vision) or given.weights or given.pause is not None or "prompts" in reads)
+    changed = given.weights or given.factors or given.pixels is not None
+    return bool(inserted(given.tokens) or changed or given.pause is not None or "prompts" in reads)
 
 
 def first_block(given: Prompts) -> int:
     """The first block whose input or weights the prompts touch: what lies below is the same for ever."""
-    if given.weights:
+    if given.weights or given.factors or given.pixels is not None:
         return 0
-    first = [slot.blocks[0] for slot in inserted(given.vision)]
+    first = [slot.blocks[0] for slot in inserted(given.tokens)]
     return min([*first, *([] if given.pause is None else [given.pause])], default=0)
+
+
+def rows_of(given: Prompts) -> Tensors:
+    """What `ViT.modulated` takes: a row for each image of a pass, and the pixels of one client."""
+    rows = dict(given.factors)
+    return rows if given.pixels is None else {**rows, "pixels": given.pixels.unsqueeze(0)}
 
 
 def forward(
@@ -88,25 +93,27 @@ def forward(
         return Seen(**repeated, text=text, extra=extra)
     start = first_block(given)
 
-    def later(cls: Tensor) -> tuple[VisionPrompt, ...]:
+    def later(cls: Tensor) -> tuple[TokenPrompt, ...]:
         more = method.later(world, params, cls, batch, noise)
         extra.update(more.extra)
-        return inserted(more.vision)
+        return inserted(more.tokens)
 
     backbone = images.backbone.with_added(given.weights) if given.weights else images.backbone
+    rows = rows_of(given)
+    backbone = backbone.modulated(rows) if rows else backbone
     pause = None if given.pause is None else (given.pause, later)
-    tokens, slots = images.tokens(positions, start), inserted(given.vision)
+    tokens, slots = images.tokens(positions, start), inserted(given.tokens)
     seen = run_repeated(backbone, tokens, slots, method.reads, start, pause, given.repeat)
     return Seen(**seen, text=text, extra=extra)
 
 
-Later = Callable[[Tensor], Sequence[VisionPrompt]]
+Later = Callable[[Tensor], Sequence[TokenPrompt]]
 
 
 def run_repeated(
     backbone: ViT,
     tokens: Tensor,
-    prompts: Sequence[VisionPrompt],
+    prompts: Sequence[TokenPrompt],
     reads: Collection[str],
     start: int,
     pause: tuple[int, Later] | None,
@@ -122,17 +129,17 @@ def run_repeated(
     given, inside = (clients, repeat, -1), (clients, -1, repeat)
     samples = len(tokens) * repeat
 
-    def by_image(slot: VisionPrompt) -> VisionPrompt:
+    def by_image(slot: TokenPrompt) -> TokenPrompt:
         if slot.tokens.dim() == 3 or len(slot.tokens) <= clients:
             return slot  # the same for all samples of a client
         each = spread(slot.tokens, samples).unflatten(0, given).transpose(1, 2).flatten(0, 2)
         return replace(slot, tokens=each)
 
     def by_draw(rows: Tensor) -> Tensor:
-        by_image: Tensor = spread(rows, samples).unflatten(0, inside)
-        return by_image.transpose(1, 2).flatten(0, 2)
+        found: Tensor = spread(rows, samples).unflatten(0, inside).transpose(1, 2).flatten(0, 2)
+        return found
 
-    def joining(cls: Tensor) -> list[VisionPrompt]:
+    def joining(cls: Tensor) -> list[TokenPrompt]:
         assert pause is not None
         return [by_image(slot) for slot in pause[1](by_draw(cls))]
 

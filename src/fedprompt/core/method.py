@@ -27,6 +27,8 @@ differs from plain federated averaging. In the order in which a run calls them:
 
 The step is split around the backbone so that an engine can train many clients as one batch: `prompts`, `logits` and `loss` are mapped over
 stacked parameters (`torch.func.vmap`), and the backbone between them gets a batch of images, each with its own tokens.
+
+What is said of images holds for sentences where the backbone encodes those: a method does not know which of them it gets.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from fedprompt.core.search_space import SearchSpace
 from fedprompt.errors import ConfigError, ContractError, broken
 from fedprompt.modules import heads
 from fedprompt.modules.contexts import Language, TextContext
-from fedprompt.modules.insertion import WITHOUT_BLOCKS, PromptStart, VisionPrompt, initial_prompt
+from fedprompt.modules.insertion import WITHOUT_BLOCKS, PromptStart, TokenPrompt, initial_prompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, pick
 
@@ -64,9 +66,9 @@ class World:
     blocks: int
     """L, transformer blocks."""
     tokens: int
-    """T, of an un-prompted image, CLS included."""
+    """T, rows of an item without prompts, CLS included. An item is an image, or a sentence of the longest kind."""
     patch: int
-    """Side of a patch in pixels."""
+    """Side of a patch in pixels; what VPT's initial scale depends on."""
     class_names: tuple[str, ...]
     client_names: Sequence[str]
     newcomers: frozenset[int] = frozenset()
@@ -78,13 +80,20 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     blank: Callable[[], Tensor] | None = None
-    """The patch tokens (L, d) that enter each block for a blank image, mean over patches; zeros when absent."""
+    """What enters each block for nothing in particular, (L, d): the mean patch of a blank image, or the mean word; zeros when
+    absent.
+    """
     epochs: int = 1
     """E, local epochs of a round."""
     rounds: int = 1
     """R, rounds of the run."""
+    frame: int = 0
+    """Side of the images in pixels, as the backbone sees them, where something can be added to them (`Prompts.pixels`); 0
+    where not: for sentences, behind a stem, or with a norm before block 0 (CLIP)."""
+    operations: Mapping[str, int] = field(default_factory=dict)
+    """Width of every operation whose output can be scaled and shifted (`Prompts.factors`)."""
     has_cls: bool = True
-    """Row 0 of an image is a CLS token. Without one, all T rows are patches (SigLIP)."""
+    """Row 0 of an item is a CLS token. Without one, all T rows are patches or words (SigLIP, sentences)."""
 
     def initial_prompt(self, kind: PromptStart, blocks: Sequence[int], tokens: int, generator: Stream) -> Tensor:
         """Initial prompts (len(blocks), tokens, d) of the listed blocks."""
@@ -139,7 +148,7 @@ def require_text_tower(there: bool) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Labels and un-prompted features of a step. Images never reach a method: the engine feeds them to the backbone."""
+    """Labels and un-prompted features of a step. Images and sentences never reach a method: the engine feeds them to the backbone."""
 
     labels: Tensor  # (B,)
     features: Tensors = field(default_factory=dict)
@@ -158,7 +167,8 @@ class Batch:
 class Prompts:
     """What `prompts` inserts into the backbone. If it inserts nothing, the cached un-prompted features are read."""
 
-    vision: tuple[VisionPrompt, ...] = ()
+    tokens: tuple[TokenPrompt, ...] = ()
+    """For the encoder of the items: beside the patches of images, or beside the words of sentences."""
     text: dict[str, TextContext] = field(default_factory=dict)
     """Contexts by name; their text features are in `Seen.text`."""
     repeat: int = 1
@@ -171,6 +181,10 @@ class Prompts:
     """Changes added to the frozen weights of that name, block 0 being the first promptable. `blocks.0.adapter.*` (`down`,
     `middle` and `up`, each with `weight` and `bias`) is a bottleneck beside the block, which adds to its output.
     """
+    factors: Tensors = field(default_factory=dict)
+    """A scale and a shift (B, 2, width) for the output of an operation, image by image, by the names of `World.operations`."""
+    pixels: Tensor | None = None
+    """(3, S, S), added to every normalised image, S being `World.frame`."""
     text_weights: Tensors = field(default_factory=dict)
     """The same for the text tower."""
 
@@ -344,7 +358,7 @@ class Method:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What `logits` reads of the prompted backbone: "cls", "patches", "prompts"; of a dual encoder also "image",
+        """What `logits` reads of the prompted backbone: "cls", "patches" (or words), "prompts"; of a dual encoder also "image",
         "image_raw", "image_patches". "prompt_attention" is for `diagnostics`.
         """
         return ("cls",)
@@ -396,7 +410,7 @@ class Method:
         return Prompts()
 
     def later(self, world: World, params: Tensors, cls: Tensor, batch: Batch, noise: Tensors) -> Prompts:
-        """More prompts (`vision` and `extra` count), given the CLS rows (repeat * B, d) that enter the block of `Prompts.pause`."""
+        """More prompts (`tokens` and `extra` count), given the CLS rows (repeat * B, d) that enter the block of `Prompts.pause`."""
         return Prompts()
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:

@@ -69,8 +69,8 @@ class Roles:
 
     @property
     def initial(self) -> Tensors:
-        """What a client may train, as it is before the first round."""
-        return {**self.shared, **self.local}
+        """What a client may train, as it is before the first round; a part of a server tensor goes by that tensor's name."""
+        return {**self.server, **self.shared, **self.local}
 
     def statistics(self, when: str) -> Mapping[str, Statistic]:
         return self._statistics[when]

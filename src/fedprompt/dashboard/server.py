@@ -193,7 +193,8 @@ class Dashboard(ThreadingHTTPServer):
         self.pages = pages()
         views = Views(Catalogue(folders))
         self.questions: dict[str, Callable[[dict[str, str]], Any]] = {
-            f"/api/{name}": getattr(views, name) for name in ("runs", "run", "clients", "settings", "compare")
+            f"/api/{name}": getattr(views, name)
+            for name in ("runs", "run", "clients", "classes", "settings", "compare")
         }
         self.questions["/api/about"] = lambda query: {"federation": federation is not None}
         if federation is not None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from fedprompt.config import Config
+from fedprompt.dashboard.class_view import class_view
 from fedprompt.dashboard.discovery import printable
 from fedprompt.dashboard.downsampling import clip, ends_and_middle, evenly, kept, plain, stride
 from fedprompt.dashboard.follower import Follower
@@ -101,6 +102,20 @@ class Views:
             if follower.reason is not None:
                 raise Unusable(follower.reason)
         return self._answers.get(("clients", follower.found.id), key, lambda: _clients(follower, evaluated))
+
+    def classes(self, query: Query) -> dict[str, Any]:
+        """Classification metrics of the last test, with the confusion matrix."""
+        follower = self._follower(query)
+        with follower.lock:
+            key = (follower.generation, len(follower.history.evaluated), follower.history.final_test is None)
+            if follower.reason is not None:
+                raise Unusable(follower.reason)
+
+        def read() -> dict[str, Any]:
+            with follower.opened() as run:
+                return class_view(run)
+
+        return self._answers.get(("classes", follower.found.id), key, read)
 
     def settings(self, query: Query) -> dict[str, Any]:
         """The config of a run, and the versions that made it."""

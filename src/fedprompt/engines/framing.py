@@ -24,6 +24,7 @@ from fedprompt.tensors import Tensors
 
 HEADER_BYTES = 2**26
 TENSOR_BYTES = 2**34
+MOST_MARKS = 2**20  # brackets, commas and colons in a header from elsewhere: 64 MB of them become gigabytes when read
 
 Places = dict[str, int]
 
@@ -61,7 +62,7 @@ def write_frame(stream: IO[bytes], frame: Frame) -> None:
 def read_frame(stream: IO[bytes], finite: bool = False) -> Frame | None:
     """The next message; None if the other side has closed, even in the middle of a message.
 
-    With `finite`, a header with NaN or infinity is a ValueError.
+    With `finite`, a header with NaN or infinity, or with more than `MOST_MARKS` values, is a ValueError.
     """
     lengths = stream.read(16)
     if len(lengths) < 16:
@@ -71,6 +72,8 @@ def read_frame(stream: IO[bytes], finite: bool = False) -> Frame | None:
     header, tensors = (stream.read(size) for size in sizes)
     if [len(header), len(tensors)] != sizes:
         return None
+    if finite and sum(map(header.count, (b"[", b"{", b",", b":"))) > MOST_MARKS:
+        raise ValueError(f"header of a frame must have at most {MOST_MARKS} values")
     values = strict_json(header.decode(), finite)
     if not isinstance(values, dict):
         raise ValueError(f"header of a frame must be a mapping, got {type(values).__name__}")

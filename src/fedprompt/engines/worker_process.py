@@ -24,6 +24,7 @@ from fedprompt.core import registry
 from fedprompt.core.messages import LocalUpdate
 from fedprompt.engines.framing import Frame, Packing, Unpacking, read_frame, write_frame
 from fedprompt.errors import DivergenceError, FedpromptError
+from fedprompt.metrics.accuracy import ClientResult
 from fedprompt.tensors import Tensors
 
 
@@ -104,7 +105,7 @@ def _answers(
     """The results of each client, by client."""
     if kind == "evaluate":
         results = runtime.evaluate_together(round, received)
-        return {client: {"result": result.to_json()} for client, result in results.items()}
+        return {client: _result_fields(result, packing) for client, result in results.items()}
     if kind == "train":
         replies = runtime.train_together(round, received)
     else:
@@ -117,6 +118,14 @@ def _surveyed(runtime: ClientRuntime, client: int, received: Tensors) -> LocalUp
         return runtime.survey(client, received)
     except DivergenceError as error:
         return error
+
+
+def _result_fields(result: ClientResult, packing: Packing) -> dict[str, Any]:
+    scores = {} if result.scores is None else vars(result.scores)
+    return {
+        "result": result.to_json(),
+        "scores": packing.put({name: torch.from_numpy(scores[name]) for name in scores}),
+    }
 
 
 def _reply_fields(reply: LocalUpdate | DivergenceError, packing: Packing) -> dict[str, Any]:

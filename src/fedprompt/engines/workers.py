@@ -25,6 +25,7 @@ from fedprompt.engines.framing import Frame, Packing, Unpacking, read_frame, wri
 from fedprompt.engines.in_process import InProcess
 from fedprompt.errors import FedpromptError, RunError, named
 from fedprompt.metrics.accuracy import ClientResult
+from fedprompt.metrics.one_against_rest import Scores
 from fedprompt.privacy.budget import settled
 from fedprompt.tensors import Tensors
 
@@ -267,9 +268,10 @@ class Workers(InProcess):
     def evaluate(
         self, round: int, clients: Sequence[int], download: Download, ahead: NextTraining | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
-        for answers, _ in self._answers("evaluate", round, clients, download):
+        for answers, take in self._answers("evaluate", round, clients, download):
             for each in answers:
-                yield each["client"], ClientResult(**each["result"])
+                scores = {name: tensor.cpu().numpy() for name, tensor in take(each["scores"]).items()}
+                yield each["client"], ClientResult(**each["result"], scores=Scores(**scores) if scores else None)
 
     def take_notes(self) -> list[str]:
         notes, self._notes = [*super().take_notes(), *self._notes], []

@@ -58,6 +58,8 @@ class Estimate:
     bytes_down: int
     """In a round, to all clients of a cohort."""
     bytes_up: int
+    augmented: bool = False
+    """Whether the steps of training also compute the features of their new views."""
 
     @property
     def total(self) -> float:
@@ -66,6 +68,7 @@ class Estimate:
 
     def sentence(self) -> str:
         once = f" and {as_time(self.features)} once for features" if self.features >= 1 else ""
+        once += ", those of augmented images in every step" if self.augmented else ""
         memory = "" if self.megabytes is None else f"{self.megabytes:.0f} MB of memory; "
         share = 100 * self.evaluations * self.evaluation / self.total if self.total else 0.0
         often = (
@@ -137,6 +140,7 @@ def estimate(config: Config, runtime: ClientRuntime, tested: Sequence[int]) -> E
         megabytes=None if held is None else held + probe.missing_megabytes(),
         bytes_down=down,
         bytes_up=up * taking_part,
+        augmented=config.train.augmented,
     )
 
 

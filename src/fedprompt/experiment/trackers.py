@@ -50,7 +50,7 @@ class TensorBoard(Packaged):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
+            self._writer.add_scalar(name, value, step, new_style=True)  # single precision: the pages show no double
         self._writer.flush()
 
     def close(self) -> None:

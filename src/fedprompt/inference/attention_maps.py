@@ -22,13 +22,13 @@ from fedprompt.backbones.layers import Weights
 from fedprompt.backbones.rotary import Turns, joined, turned
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import READS, ViT
-from fedprompt.client.step import encode_text, inserted
+from fedprompt.client.step import encode_text, inserted, rows_of
 from fedprompt.core.method import Batch, Method, Prompts, Seen, World
 from fedprompt.errors import ConfigError, broken
-from fedprompt.modules.insertion import VisionPrompt, together
+from fedprompt.modules.insertion import TokenPrompt, together
 from fedprompt.tensors import Tensors
 
-Pause = tuple[int, Callable[[Tensor], Sequence[VisionPrompt]]]
+Pause = tuple[int, Callable[[Tensor], Sequence[TokenPrompt]]]
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,14 @@ class Watched:
     @property
     def in_images(self) -> bool:
         """Whether the image tower has prompts."""
-        return bool(inserted(self.given.vision) or self.given.weights)
+        changed = self.given.weights or self.given.factors or self.given.pixels is not None
+        return bool(inserted(self.given.tokens) or changed)
 
 
 def run_watched(
     backbone: ViT,
     images: Tensor,
-    prompts: Sequence[VisionPrompt] = (),
+    prompts: Sequence[TokenPrompt] = (),
     reads: Iterable[str] = (),
     pause: Pause | None = None,
 ) -> tuple[Tensors, Attention]:
@@ -169,21 +170,23 @@ def watch(
 ) -> Watched:
     """The prompted pass over a batch of normalised images, in the steps of `client.step.forward`."""
     given = method.prompts(world, params, batch, noise)
-    vision, extra = list(given.vision), dict(given.extra)
+    slots, extra = list(given.tokens), dict(given.extra)
 
-    def later(cls: Tensor) -> tuple[VisionPrompt, ...]:
+    def later(cls: Tensor) -> tuple[TokenPrompt, ...]:
         more = method.later(world, params, cls, batch, noise)
-        vision.extend(more.vision)
+        slots.extend(more.tokens)
         extra.update(more.extra)
-        return inserted(more.vision)
+        return inserted(more.tokens)
 
     contexts = {name: context.tokens.unsqueeze(0) for name, context in given.text.items()}
     text = {
         name: features[0] for name, features in encode_text(world, given.text, contexts, given.text_weights).items()
     }
     changed = backbone.with_added(given.weights) if given.weights else backbone
+    modulation = rows_of(given)
+    changed = changed.modulated(modulation) if modulation else changed
     pause = None if given.pause is None else (given.pause, later)
     repeated = images.repeat(given.repeat, 1, 1, 1)
-    rows, attention = run_watched(changed, repeated, inserted(given.vision), method.reads, pause)
+    rows, attention = run_watched(changed, repeated, inserted(given.tokens), method.reads, pause)
     seen = Seen(**{name: rows[name] for name in method.reads}, text=text, extra=extra)
-    return Watched(seen, dataclasses.replace(given, vision=tuple(vision), extra=extra), attention)
+    return Watched(seen, dataclasses.replace(given, tokens=tuple(slots), extra=extra), attention)

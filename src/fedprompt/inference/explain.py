@@ -222,7 +222,7 @@ def explain(client: TrainedClient, picture: Picture, block: str | int = LAST, la
 def describe(watched: Watched, client: TrainedClient) -> str:
     """How the method changes the frozen towers, as text."""
     given, changes = watched.given, []
-    slots = inserted(given.vision)
+    slots = inserted(given.tokens)
     if slots:
         deepest = sorted({block for slot in slots for block in slot.blocks})
         each = " + ".join(str(slot.tokens.shape[-2]) for slot in slots)
@@ -232,6 +232,10 @@ def describe(watched: Watched, client: TrainedClient) -> str:
     if given.weights:
         blocks = sorted({int(name.split(".")[1]) for name in given.weights})
         changes.append(f"weights of the image tower are changed in {_listed(blocks)}; there are no prompt tokens")
+    if given.factors:
+        changes.append("outputs inside the image tower are scaled and shifted, as made for this image")
+    if given.pixels is not None:
+        changes.append("learned pixels are added to the image")
     if not changes:
         changes.append("the image tower is unchanged, so there is one map")
     if given.text:

@@ -36,7 +36,7 @@ from fedprompt.inference.model_card import facts, readme
 from fedprompt.inference.static_prompts import SAME, Agreement, Constant, constant, projection_of
 from fedprompt.inference.trained_client import TrainedClient
 from fedprompt.inference.transformers_model import architecture, as_transformers, changed_parameters, check_same
-from fedprompt.modules.insertion import VisionPrompt, leaves
+from fedprompt.modules.insertion import TokenPrompt, leaves
 from fedprompt.tensors import Tensors
 
 REFERENCE = 256  # largest number of training images for means of prompts that depend on the image
@@ -125,7 +125,7 @@ def handed(fixed: Constant, backbone: ViT) -> tuple[Tensors, list[list[int]]]:
     return {name: _plain(tensor) for name, tensor in found.items()}, read
 
 
-def places(slots: tuple[VisionPrompt, ...], backbone: ViT) -> tuple[Tensors, list[int]]:
+def places(slots: tuple[TokenPrompt, ...], backbone: ViT) -> tuple[Tensors, list[int]]:
     """`keep.i`, the rows that stay before layer i, and `enter.i` (n, d), those that join after them; and the places of
     the prompts that remain after the last layer, slot by slot.
     """

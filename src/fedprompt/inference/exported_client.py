@@ -90,6 +90,11 @@ class ExportedClient:
         return self.card.client
 
     @property
+    def item(self) -> str:
+        """What it classifies."""
+        return "image"
+
+    @property
     def class_names(self) -> tuple[str, ...]:
         return tuple(self.card.classes)
 

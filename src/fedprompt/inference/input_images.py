@@ -24,7 +24,7 @@ from fedprompt.errors import DataError, broken
 
 @dataclass(frozen=True)
 class Item:
-    """One picture to predict."""
+    """One image or text to predict."""
 
     name: str
     """Of the file, or of the file and its row."""

@@ -140,7 +140,7 @@ def _attention(client: TrainedClient, method: PFedBayesPTD, images: Images, posi
     batch = make_batch(single, images, positions, training=False)
     drawn = single.noise(client.world, len(positions), False, client.stream())
     noise = {name: tensor.to(client.world.device) for name, tensor in drawn.items()}
-    given = inserted(single.prompts(client.world, client.params, batch, noise).vision)
+    given = inserted(single.prompts(client.world, client.params, batch, noise).tokens)
     eye = Watch(images.backbone.shape.tokens)
     replace(images.backbone, block=eye).run(images.tokens(positions), given, READS)
     attention = Attention(tuple(eye.looked), images.backbone.shape)

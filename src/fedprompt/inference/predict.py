@@ -17,9 +17,9 @@ from fedprompt.inference.trained_client import TrainedClient
 
 @dataclass(frozen=True)
 class Row:
-    """The prediction for one picture, or its error."""
+    """The prediction for one item, or its error."""
 
-    image: str
+    name: str
     label: str | None = None
     """The given label."""
     top: tuple[tuple[str, float], ...] = ()
@@ -29,10 +29,12 @@ class Row:
     mutual_information: float | None = None
     """In nats; None for methods that draw once."""
     error: str | None = None
+    item: str = "image"
+    """What it is: "image" or "text"."""
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "image": self.image,
+            self.item: self.name,
             "label": self.label,
             "top": [{"class": name, "probability": share} for name, share in self.top],
             "entropy": self.entropy,
@@ -46,7 +48,9 @@ class Tally:
     """Counts of the rows so far."""
 
     classes: frozenset[str]
-    images: int = 0
+    item: str = "image"
+    """What is counted: "image" or "text"."""
+    items: int = 0
     labelled: int = 0
     """With a label that is a class of the run."""
     correct: int = 0
@@ -55,10 +59,10 @@ class Tally:
     failed: int = 0
 
     def add(self, row: Row) -> None:
-        self.images += 1
+        self.items += 1
         if row.error is not None:
             self.failed += 1
-            self.unreadable += [row.image] if len(self.unreadable) < 3 else []
+            self.unreadable += [row.name] if len(self.unreadable) < 3 else []
         elif row.label in self.classes:
             self.labelled += 1
             self.correct += row.top[0][0] == row.label
@@ -69,7 +73,7 @@ class Tally:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "images": self.images,
+            f"{self.item}s": self.items,
             "unreadable": self.failed,
             "labelled": self.labelled,
             "correct": self.correct,
@@ -77,7 +81,7 @@ class Tally:
         }
 
     def sentence(self) -> str:
-        parts = [f"{self.images} image{'s' * (self.images != 1)}"]
+        parts = [f"{self.items} {self.item}{'s' * (self.items != 1)}"]
         if self.failed:
             parts.append(f"{self.failed} unreadable")
         if self.accuracy is not None:
@@ -85,18 +89,18 @@ class Tally:
         return ", ".join(parts)
 
     def complaint(self) -> DataError | None:
-        """The error that ends the command after all other pictures are predicted."""
+        """The error that ends the command after all other items are predicted."""
         if not self.failed:
             return None
         rest = ", ..." if self.failed > len(self.unreadable) else ""
         names = ", ".join(self.unreadable) + rest
         return DataError(
-            f"images must be readable: {self.failed} of {self.images} were not ({names}); the others are done"
+            f"{self.item}s must be readable: {self.failed} of {self.items} were not ({names}); the others are done"
         )
 
 
 def predictions(client: TrainedClient | ExportedClient, items: Iterable[Item], top: int = 5) -> Iterator[Row]:
-    """One row for each picture, in their order. Only one batch of pictures is in memory."""
+    """One row for each item, in their order. Only one batch of them is in memory."""
     if top < 1:
         raise ConfigError(broken("top", "be at least 1", top))
     generator = client.stream()
@@ -106,7 +110,7 @@ def predictions(client: TrainedClient | ExportedClient, items: Iterable[Item], t
         place = 0
         for item, error in zip(group, errors, strict=True):
             if error is not None or prediction is None:
-                yield Row(item.name, item.label, error=error)
+                yield Row(item.name, item.label, error=error, item=client.item)
                 continue
             shares, order = prediction.probabilities[place].sort(descending=True, stable=True)
             spread = prediction.mutual_information
@@ -118,6 +122,7 @@ def predictions(client: TrainedClient | ExportedClient, items: Iterable[Item], t
                 ),
                 float(prediction.entropy[place]),
                 None if spread is None else float(spread[place]),
+                item=client.item,
             )
             place += 1
 

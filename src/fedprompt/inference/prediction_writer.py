@@ -19,7 +19,7 @@ from fedprompt.inference.trained_client import TrainedClient
 from fedprompt.io.safe_text import safe_cell, safe_line
 
 LOOKED_AT = 64  # rows that decide how wide the columns of a table are
-WIDEST = 48  # characters of an image's name in a table; a longer name is cut at its start
+WIDEST = 48  # characters of an item's name in a table; a longer name is cut at its start
 FORMATS = {".csv": "csv", ".json": "json"}  # of a file, by its suffix
 
 
@@ -27,16 +27,17 @@ def table_lines(rows: Iterable[Row], classes: Sequence[str], top: int) -> Iterat
     """A table, printed while predictions arrive."""
     rows = iter(rows)
     first = list(islice(rows, LOOKED_AT))
-    name_width = min(WIDEST, max([len("image"), *(len(row.image) for row in first)]))
+    item = first[0].item if first else "image"
+    name_width = min(WIDEST, max([len(item), *(len(row.name) for row in first)]))
     names = [safe_line(name) for name in classes]
     draws = any(row.mutual_information is not None for row in first)
     count, width = min(top, len(names)), min(24, max(map(len, names)))
     labelled = any(row.label is not None for row in first)
     heads = [f"{place + 1}.".ljust(width + 8) for place in range(count)]
     more = ["entropy", *(["mutual information"] if draws else []), *(["label"] if labelled else [])]
-    yield "  ".join(["image".ljust(name_width), *heads, *more])
+    yield "  ".join([item.ljust(name_width), *heads, *more])
     for row in chain(first, rows):
-        name = safe_line(row.image)
+        name = safe_line(row.name)
         name = name if len(name) <= name_width else "…" + name[1 - name_width :]
         if row.error is not None:
             yield f"{name.ljust(name_width)}  {safe_line(row.error)}"
@@ -54,20 +55,20 @@ def _verdict(label: str, answer: str, classes: Sequence[str]) -> str:
     return "" if label == answer else " (wrong)"
 
 
-def csv_lines(rows: Iterable[Row], top: int) -> Iterator[str]:
-    """One line for each picture; class and probability by rank."""
+def csv_lines(rows: Iterable[Row], top: int, item: str = "image") -> Iterator[str]:
+    """One line for each item; class and probability by rank."""
     ranks = [f"{what}_{place + 1}" for place in range(top) for what in ("class", "probability")]
-    yield _csv(["image", "label", *ranks, "entropy", "mutual_information", "error"])
+    yield _csv([item, "label", *ranks, "entropy", "mutual_information", "error"])
     for row in rows:
         cells = [cell for name, share in row.top for cell in (safe_cell(name), repr(share))]
         cells += [""] * (len(ranks) - len(cells))
         numbers = ["" if value is None else repr(value) for value in (row.entropy, row.mutual_information)]
-        texts = [safe_cell(each or "") for each in (row.image, row.label, row.error)]
+        texts = [safe_cell(each or "") for each in (row.name, row.label, row.error)]
         yield _csv([*texts[:2], *cells, *numbers, texts[2]])
 
 
 def json_lines(rows: Iterable[Row], client: TrainedClient | ExportedClient, tally: Tally) -> Iterator[str]:
-    """One JSON object, a line for each picture; the counts of `tally` come last, when all have been counted."""
+    """One JSON object, a line for each item; the counts of `tally` come last, when all have been counted."""
     yield json.dumps(client.described())[:-1] + ', "predictions": ['
     before = ""
     for row in rows:

@@ -24,7 +24,7 @@ from fedprompt.errors import ConfigError
 from fedprompt.features.image_bank import Images
 from fedprompt.inference.trained_client import TrainedClient
 from fedprompt.modules.contexts import TextContext
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.tensors import Tensors
 
 SAME = 1e-4  # largest difference between two equal probabilities
@@ -40,7 +40,7 @@ FEATURES = {
 class Constant:
     """Fixed prompts, and logits = weight f + bias of the feature f."""
 
-    slots: tuple[VisionPrompt, ...]
+    slots: tuple[TokenPrompt, ...]
     """Tokens (blocks, n, d) for every image."""
     changes: Tensors
     """Added to weights of the backbone."""
@@ -54,7 +54,7 @@ class Constant:
 
     def feature(self, images: Images, positions: Tensor) -> Tensor:
         """f (B, F): rows after the final norm, concatenated, or the unit vector of the shared space."""
-        start = first_block(Prompts(vision=self.slots, weights=self.changes))
+        start = first_block(Prompts(tokens=self.slots, weights=self.changes))
         backbone = images.backbone.with_added(self.changes) if self.changes else images.backbone
         seen = backbone.run(images.tokens(positions, start), self.slots, self.reads, start)
         return joined(seen, self.reads)
@@ -89,6 +89,13 @@ def constant(client: TrainedClient, reference: np.ndarray) -> Constant:
             raise ConfigError(
                 f"{client.config.label} cannot be exported: it has adapters beside the blocks of the image tower, which "
                 "`transformers` has not; use `fedprompt predict`"
+            )
+        if plans[0].given.factors or plans[0].given.pixels is not None:
+            what = (
+                "scales and shifts outputs inside the tower" if plans[0].given.factors else "adds pixels to every image"
+            )
+            raise ConfigError(
+                f"{client.config.label} cannot be exported: it {what}, which the folder's script does not do; use `fedprompt predict`"
             )
         slots, varies = _mean_slots([plan.given for plan in plans])
         first = plans[0]
@@ -127,22 +134,22 @@ def _plan(client: TrainedClient, pixels: np.ndarray) -> _Plan:
         return _Plan(images, batch, given)
     joining: list[Prompts] = []
 
-    def later(cls: Tensor) -> tuple[VisionPrompt, ...]:
+    def later(cls: Tensor) -> tuple[TokenPrompt, ...]:
         joining.append(method.later(world, params, cls, batch, noise))
-        return inserted(joining[-1].vision)
+        return inserted(joining[-1].tokens)
 
     start = first_block(given)
     tokens = images.tokens(torch.arange(len(images)), start).repeat(given.repeat, 1, 1)
-    images.backbone.run(tokens, inserted(given.vision), ("cls",), start, (given.pause, later))
+    images.backbone.run(tokens, inserted(given.tokens), ("cls",), start, (given.pause, later))
     (more,) = joining
-    given = replace(given, vision=(*given.vision, *more.vision), extra={**given.extra, **more.extra})
+    given = replace(given, tokens=(*given.tokens, *more.tokens), extra={**given.extra, **more.extra})
     return _Plan(images, batch, given)
 
 
-def _mean_slots(plans: list[Prompts]) -> tuple[tuple[VisionPrompt, ...], bool]:
+def _mean_slots(plans: list[Prompts]) -> tuple[tuple[TokenPrompt, ...], bool]:
     """The slots with tokens for all images, and whether any differed by image."""
     found, varies = [], False
-    for same in zip(*(inserted(plan.vision) for plan in plans), strict=True):
+    for same in zip(*(inserted(plan.tokens) for plan in plans), strict=True):
         slot = same[0]
         if slot.tokens.ndim == 4:
             tokens = torch.cat([each.tokens for each in same])
@@ -160,7 +167,7 @@ def _mean_context(same: list[TextContext]) -> TextContext:
     return replace(same[0], tokens=torch.cat([each.tokens for each in same]).mean(0), per_image=False)
 
 
-def _read_out(client: TrainedClient, plans: list[_Plan], slots: tuple[VisionPrompt, ...]) -> Callable[[Tensor], Tensor]:
+def _read_out(client: TrainedClient, plans: list[_Plan], slots: tuple[TokenPrompt, ...]) -> Callable[[Tensor], Tensor]:
     """Logits (N, C) as a function of features (N, F), with everything else at its mean over the reference images."""
     method, world, given, batch = client.method, client.world, plans[0].given, plans[0].batch
     fixed = {name: _mean_context([plan.given.text[name] for plan in plans]) for name in given.text}

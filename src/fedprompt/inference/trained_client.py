@@ -166,6 +166,11 @@ class TrainedClient:
         return {**said, "method": self.config.label, "classes": list(self.class_names)}
 
     @property
+    def item(self) -> str:
+        """What it classifies: "image" or "text"."""
+        return "text" if isinstance(self.backbone, SentenceEncoder) else "image"
+
+    @property
     def name(self) -> str:
         return self.world.client_names[self.index]
 

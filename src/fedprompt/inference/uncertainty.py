@@ -7,7 +7,8 @@ A run file has counts of right answers only, so this needs the images. Scores th
     mutual information   H(p) - mean over draws of H     how much the draws disagree; without draws there is none
 
 Unknown classes are those of which a client has no training image: it is shown all test images of these classes that other
-clients have. Images of all clients are counted together.
+clients have. Novel classes are those of which no client has any, because `data.classes` or `data.novel` keeps them out: on
+request every client is shown their test images. Images of all clients are counted together.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import torch
 from fedprompt.client.local_evaluation import among_classes_of
 from fedprompt.client.step import forward, make_batch
 from fedprompt.core.method import Method
+from fedprompt.data.partition.split import train_and_test
+from fedprompt.data.sources.open import withheld
+from fedprompt.data.sources.subset import Selection
 from fedprompt.errors import ConfigError, RunError, broken
 from fedprompt.features.image_bank import Images
 from fedprompt.inference.loaded_run import LoadedRun
@@ -47,6 +51,8 @@ class Answers:
     labels: Array
     unknown: Array
     """(V, m, C): of images whose class the client does not know."""
+    novel: Array
+    """(V, k, C): of images whose class nobody knows."""
 
     @property
     def probabilities(self) -> Array:
@@ -60,26 +66,29 @@ class Answers:
 
     def first(self, draws: int) -> Answers:
         """With fewer draws."""
-        return Answers(self.draws[:draws], self.labels, self.unknown[:draws])
+        return Answers(self.draws[:draws], self.labels, self.unknown[:draws], self.novel[:draws])
 
 
-def answers(run: Run, draws: int | None = None, **options: Any) -> Answers:
-    """Of every client that the run has tested; with another number of draws if the method has any."""
+def answers(run: Run, draws: int | None = None, novel: bool = False, **options: Any) -> Answers:
+    """Of every client that the run has tested; with another number of draws if the method has any, and with `novel` also of
+    images whose class nobody knows.
+    """
     if run.config.engine.kind == "flower":
         raise RunError(f"run {run.name!r} has its test images at its sites: measure there, with the client's model")
     opened = LoadedRun.open(run.directory, **options)
     try:
         opened.factory.method = with_draws(opened.method, draws)
-        return _answers(opened)
+        return _answers(opened, novel)
     finally:
         opened.close()
 
 
-def _answers(opened: LoadedRun) -> Answers:
+def _answers(opened: LoadedRun, novel: bool) -> Answers:
     run, bank = opened.run, opened.bank()
     tested = sorted(run.final_results() or run.evaluations(opened.round) or range(len(run.clients)))
     everyone = {number: bank.images(number, "test") for number in tested}
-    known, labels, unknown = [], [], []
+    shown = _of_novel_classes(opened) if novel else None
+    known, labels, unknown, new = [], [], [], []
     for number, images in everyone.items():
         client = TrainedClient.open(opened, number)
         train = bank.images(number, "train")
@@ -89,8 +98,12 @@ def _answers(opened: LoadedRun) -> Answers:
         if len(strange):
             drawn = stream(run.config.seed, opened.round, number, "unknown classes")
             unknown.append(predicted(client, strange, train, drawn))
+        if shown is not None:
+            drawn = stream(run.config.seed, opened.round, number, "novel classes")
+            new.append(predicted(client, shown, train, drawn))
     nothing = known[0][:, :0]
-    return Answers(np.concatenate(known, 1), np.concatenate(labels), np.concatenate([nothing, *unknown], 1))
+    others = (np.concatenate([nothing, *each], 1) for each in (unknown, new))
+    return Answers(np.concatenate(known, 1), np.concatenate(labels), *others)
 
 
 def with_draws(method: Method, draws: int | None) -> Method:
@@ -111,6 +124,17 @@ def _of_unknown_classes(train: Images, tests: Sequence[Images]) -> Images:
     labels = np.concatenate([each.labels.cpu().numpy() for each in tests])
     chosen = ~np.isin(labels, np.unique(train.labels.cpu().numpy()))
     return Images.of(train.tables, np.unique(indices[chosen]))
+
+
+def _of_novel_classes(opened: LoadedRun) -> Images:
+    """Test images of the classes that the settings of the run keep out."""
+    opened.require_images()
+    source = withheld(opened.config.data, opened.factory.cache)
+    if source is None:
+        rule = "be given with a run whose data.classes or data.novel keeps classes out of the federation"
+        raise ConfigError(broken("--novel", rule, f"run {opened.run.name!r}, which has all classes"))
+    tests = Selection(source, train_and_test(source, opened.config.data)[1], source.class_names)
+    return opened.bank(tests).images(0, "test")
 
 
 def predicted(client: TrainedClient, images: Images, train: Images, generator: Stream) -> Array:
@@ -135,11 +159,13 @@ def ensemble(members: Sequence[Answers]) -> Answers:
     first = members[0]
     if any(not np.array_equal(each.labels, first.labels) for each in members):
         raise ConfigError(
-            "the runs of an ensemble must have the same clients and test images: give all of them one manifest "
-            "(partition.scheme=manifest partition.manifest=FILE)"
+            "the runs of an ensemble must have the same clients and test images: give all of them the same "
+            "partition.seed, or one manifest"
         )
-    draws, unknown = (np.concatenate([getattr(each, name) for each in members]) for name in ("draws", "unknown"))
-    return Answers(draws, first.labels, unknown)
+    draws, unknown, novel = (
+        np.concatenate([getattr(each, name) for each in members]) for name in ("draws", "unknown", "novel")
+    )
+    return Answers(draws, first.labels, unknown, novel)
 
 
 def scored(draws: Array) -> dict[str, Array]:
@@ -159,7 +185,7 @@ class Worth:
     score: str
     figures: dict[str, float]
     """`accuracy`, `ece`, `nll`; `errors`: AUROC of wrong answers; `aurc`; `selective`: accuracy on the most certain 80 %;
-    `unknown`: AUROC of images of unknown classes, if there are some.
+    `unknown`, `novel`: AUROC of images of unknown and of novel classes, if there are some.
     """
     curve: Array
     """Risk by coverage, at 1 %, ..., 100 %."""
@@ -174,7 +200,8 @@ def worth(found: Answers) -> list[Worth]:
         "ece": _ece(probabilities, wrong),
         "nll": -float(np.log(chosen).mean()),
     }
-    strange = scored(found.unknown) if found.unknown.shape[1] else {}
+    others = {"unknown": found.unknown, "novel": found.novel}
+    strange = {kind: scored(draws) for kind, draws in others.items() if draws.shape[1]}
     result = []
     for name, values in scored(found.draws).items():
         selective = Selective.of(values, wrong)
@@ -182,9 +209,9 @@ def worth(found: Answers) -> list[Worth]:
         if wrong.any() and not wrong.all():
             figures["errors"] = selective.auroc
         figures["selective"] = selective.accuracy_at(COVERAGE)
-        if name in strange:
-            is_strange = np.arange(len(values) + len(strange[name])) >= len(values)
-            figures["unknown"] = auroc(is_strange, np.concatenate([values, strange[name]]))
+        for kind, scores in strange.items():
+            is_strange = np.arange(len(values) + len(scores[name])) >= len(values)
+            figures[kind] = auroc(is_strange, np.concatenate([values, scores[name]]))
         result.append(Worth(name, figures, selective.curve()))
     return result
 

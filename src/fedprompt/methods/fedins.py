@@ -1,17 +1,22 @@
-"""A pool of prompts from which every image picks, after FedIns (Feng et al., ICCV 2023, arXiv 2308.06051).
+"""FedIns (Feng et al., ICCV 2023, arXiv 2308.06051): a shared pool of sets, from which every image picks its own.
 
-FedIns keeps a pool of scale-and-shift sets (SSF: gamma * h + beta after every operation) for a frozen ViT. Here
-*prompts replace scale and shift*: a set is `prompt_tokens` tokens for each prompted block, inserted as in FedVPT. The
-choice of sets is unchanged:
+    form ssf       a set is a scale gamma_o and a shift beta_o for every operation o of the frozen transformer, as published:
+                   h <- gamma_o(x) * o(h) + beta_o(x) behind the embedding of patches, both norms, the maps to queries, keys
+                   and values, the map out of the attention and both layers of every block, and the final norm
+    form prompts   a set is `prompt_tokens` tokens for each prompted block, inserted as in FedVPT
 
-    query    q = CLS of the pass without prompts
+    query    q = CLS of the pass without any of this
     picks    the k sets with the highest cos(q, key_i), image by image
-    prompt   P(x) = mean of the picked sets; with a pool of heads, also logits(x) = mean of the picked heads' logits
+    set      the mean of the picked sets; with a pool of heads, also logits(x) = mean of the picked heads' logits
     loss     (1 - lambda) CE + lambda (1 - sim),   sim = sum (as in the authors' code) or mean of the k cosines
 
 Sets, keys and heads are shared and averaged. The authors weight clients equally: `federation.weighting: uniform`. The
-choice is not differentiable, so keys learn only from sim. Keys start in uniformly random directions (our choice); sets
-start as FedVPT's prompts and heads at zero, so a pool of one set with lambda = 0 is FedVPT.
+choice is not differentiable, so keys learn only from sim. Keys start in uniformly random directions (our choice), heads at
+zero (the authors': random). Prompts start as FedVPT's, so a pool of one set with lambda = 0 is FedVPT; scales start at
+N(1, 0.02^2) and shifts at N(0, 0.02^2), as in the authors' code.
+
+The authors train image by image and step after each; here a batch is one step, and every image has its own set in it.
+Behind a stem, and where a norm stands between the embedding and block 0 (CLIP), the embedding is not scaled.
 """
 
 from __future__ import annotations
@@ -25,34 +30,39 @@ from torch import Tensor
 
 from fedprompt.config import TrainConfig
 from fedprompt.core.method import Batch, Mixture, Prompts, Seen, Stage, World
+from fedprompt.core.recipe import Recipe
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
 from fedprompt.modules import heads
-from fedprompt.modules.insertion import PromptStart, VisionPrompt
+from fedprompt.modules.insertion import PromptStart, TokenPrompt
 from fedprompt.modules.prompt_keys import cosine
 from fedprompt.random_streams import Stream
-from fedprompt.tensors import Tensors
+from fedprompt.tensors import Tensors, stripped
 
 POOL = "pool."
+SSF = "pool.ssf."
+SPREAD = 0.02  # standard deviation of the first scales and shifts
 
 
 @register("fedins")
 @dataclass(frozen=True)
 class FedIns(WithHead):
-    """Every image picks its prompts, and its heads, from a shared pool."""
+    """Every image picks its scales and shifts or its prompts, and its heads, from a shared pool."""
 
+    form: Literal["prompts", "ssf"] = "prompts"
+    """What a set is: prompt tokens, or a scale and a shift behind every operation, as published."""
     head: Literal["local", "shared", "shared_then_finetune"] = "shared"
     """Where the head, or the pool of heads, is kept."""
     pool: Annotated[int, Field(ge=1)] = 25
-    """Number of prompt sets in the pool."""
+    """Number of sets in the pool."""
     picks: Annotated[int, Field(ge=1)] = 3
     """k, sets that an image picks."""
     prompt_tokens: Annotated[int, Field(ge=0)] = 10
-    """K, tokens of a set at each prompted block."""
+    """K, tokens of a set at each prompted block, with form prompts."""
     depth: Annotated[int, Field(ge=1)] | None = None
-    """Blocks that a set prompts, counted from the first; null for all."""
+    """Blocks that a set changes, counted from the first; null for all."""
     pool_heads: bool = True
     """Every set has its own head; otherwise there is one head."""
     key_weight: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -61,6 +71,11 @@ class FedIns(WithHead):
     """Initial prompts: tokens of a blank image, VPT's uniform ones, or zeros."""
     similarity: Literal["sum", "mean"] = "sum"
     """How the cosines of the picked keys are combined."""
+
+    @property
+    def recipe(self) -> Recipe:
+        recommended = super().recipe
+        return recommended if self.form == "prompts" else replace(recommended, lrs={SSF + "*": 0.001})
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -76,14 +91,25 @@ class FedIns(WithHead):
         world.check_depth("method.depth", self.depth)
 
     def init(self, world: World, generator: Stream) -> Roles:
-        depth = self.depth or world.blocks
-        prompts = world.initial_prompt(self.prompt_init, [*range(depth)] * self.pool, self.prompt_tokens, generator)
-        shared = {
-            "pool.prompts": prompts.unflatten(0, (self.pool, depth)),
-            "pool.keys": generator.normal(self.pool, world.width),
-        }
+        sets = self._new_prompts(world, generator) if self.form == "prompts" else self._new_scales(world, generator)
+        shared = {**sets, "pool.keys": generator.normal(self.pool, world.width)}
         roles = Roles(shared=world.placed(shared))
         return self.with_head(world, roles)
+
+    def _new_prompts(self, world: World, generator: Stream) -> Tensors:
+        depth = self.depth or world.blocks
+        prompts = world.initial_prompt(self.prompt_init, [*range(depth)] * self.pool, self.prompt_tokens, generator)
+        return {"pool.prompts": prompts.unflatten(0, (self.pool, depth))}
+
+    def _new_scales(self, world: World, generator: Stream) -> Tensors:
+        """(pool, 2, width) for each operation: a scale of about 1 and a shift of about 0."""
+        found = {}
+        for name, width in world.operations.items():
+            block = name.split(".")[1] if name.startswith("blocks.") else None
+            if self.depth is None or block is None or int(block) < self.depth:
+                drawn = SPREAD * generator.normal(self.pool, 2, width)
+                found[SSF + name] = drawn + torch.tensor([[1.0], [0.0]])
+        return found
 
     def with_head(self, world: World, roles: Roles) -> Roles:
         if not self.pool_heads:
@@ -98,10 +124,15 @@ class FedIns(WithHead):
         likeness = cosine(batch.features["cls"], params["pool.keys"])
         best, picked = likeness.topk(self.picks, dim=-1)
         weights = torch.zeros_like(likeness).scatter(-1, picked, 1 / self.picks)  # (B, pool)
-        tokens = torch.einsum("bp,plkd->blkd", weights, params["pool.prompts"])
         similarity = best.sum(-1) if self.similarity == "sum" else best.mean(-1)
-        slot = VisionPrompt(tokens, tuple(range(tokens.shape[1])))
-        return Prompts(vision=(slot,), extra={"weights": weights, "similarity": similarity})
+        extra = {"weights": weights, "similarity": similarity}
+        if self.form == "ssf":
+            pool = stripped(SSF, params)
+            return Prompts(
+                factors={o: torch.einsum("bp,psw->bsw", weights, each) for o, each in pool.items()}, extra=extra
+            )
+        tokens = torch.einsum("bp,plkd->blkd", weights, params["pool.prompts"])
+        return Prompts(tokens=(TokenPrompt(tokens, tuple(range(tokens.shape[1]))),), extra=extra)
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         if not self.pool_heads:

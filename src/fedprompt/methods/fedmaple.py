@@ -38,7 +38,7 @@ from fedprompt.methods.bases.with_text import RATES
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.modules.contexts import random_context
 from fedprompt.modules.init import linear_layer
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
 
@@ -94,7 +94,7 @@ class FedMaPLe(PromptFL):
         if self.coupling == "independent" and self.vision_tokens == 0:
             return Prompts(text=text)
         vision = self._coupled(params) if self.coupling == "maple" else params["vision"]
-        return Prompts(text=text, vision=(VisionPrompt(vision, tuple(range(len(vision)))),))
+        return Prompts(text=text, tokens=(TokenPrompt(vision, tuple(range(len(vision)))),))
 
     def _coupled(self, params: Tensors) -> Tensor:
         """V (J, m, d_v)."""

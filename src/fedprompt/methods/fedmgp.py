@@ -41,7 +41,7 @@ from fedprompt.core.roles import Roles
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_text import WithText, precise
 from fedprompt.modules.contexts import APART
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
 
@@ -106,7 +106,7 @@ class FedMGP(WithText):
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         text = {str(g): self.as_context(params[GROUPS + "context"][g]) for g in range(self.groups)}
         tokens = params[GROUPS + "vision"].unsqueeze(1)  # (G, 1, n, d): a set for each of the G repeats of the batch
-        return Prompts(text=text, vision=(VisionPrompt(tokens, (0,)),), repeat=self.groups)
+        return Prompts(text=text, tokens=(TokenPrompt(tokens, (0,)),), repeat=self.groups)
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         return self.by_group(world, seen).mean(0)

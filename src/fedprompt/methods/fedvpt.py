@@ -19,7 +19,7 @@ from fedprompt.core.method import Batch, Prompts, World
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.methods.bases.with_head import WithHead
-from fedprompt.modules.insertion import PromptStart, VisionPrompt
+from fedprompt.modules.insertion import PromptStart, TokenPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
 
@@ -48,7 +48,7 @@ class FedVPT(WithHead):
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         prompt = params["prompt"]
-        return Prompts(vision=(VisionPrompt(prompt, tuple(range(len(prompt))), after=self.after),))
+        return Prompts(tokens=(TokenPrompt(prompt, tuple(range(len(prompt))), after=self.after),))
 
 
 @register("fedvpt_deep")

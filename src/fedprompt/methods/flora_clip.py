@@ -33,25 +33,24 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprompt.config import TrainConfig
-from fedprompt.core.method import Batch, Client, Prompts, Seen, World
+from fedprompt.core.method import Batch, Seen, World
 from fedprompt.core.recipe import Recipe
 from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
-from fedprompt.methods.bases.with_local import WithLocal
-from fedprompt.methods.bases.with_text import PLAIN_WORDS, RATES, check_words, precise, similarity
+from fedprompt.methods.bases.with_low_rank import LEFT, RIGHT, WithLowRank
+from fedprompt.methods.bases.with_text import RATES, precise, similarity
 from fedprompt.modules.init import linear_layer
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, prefixed, stripped
 
 ADAPTER = "adapter."
-ANCHOR = "anchor"  # t0, the classes with plain words
 
 
 @register("flora_clip")
 @dataclass(frozen=True)
-class FLORAClip(WithLocal):
+class FLORAClip(WithLowRank):
     """A global context with orthogonal low-rank changes, and an adapter on the image feature."""
 
     search_space: ClassVar[SearchSpace] = {"method.contrast_weight": FloatRange(0.01, 10.0)}
@@ -62,14 +61,10 @@ class FLORAClip(WithLocal):
     """Where the adapter on the image feature is kept, or none."""
     contrast_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Mu, weight of the contrast; 0 for none."""
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
-    """Tau, temperature of the contrast."""
     orthogonal_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Weight of the squared distance of B^T B from the identity."""
     size_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
     """Weight of the squared length of A."""
-    anchor_words: str = PLAIN_WORDS
-    """Words before the class names to which the global context is pulled."""
 
     @property
     def recipe(self) -> Recipe:
@@ -81,7 +76,6 @@ class FLORAClip(WithLocal):
 
     def check(self, world: World, train: TrainConfig) -> None:
         super().check(world, train)
-        check_words(world, "anchor_words", self.anchor_words)
         if self.rank > self.context_length(world):
             rule = f"be at most the {self.context_length(world)} words of the context"
             raise ConfigError(broken("method.rank", rule, self.rank))
@@ -98,41 +92,24 @@ class FLORAClip(WithLocal):
     def own(self, world: World, context: Tensor, generator: Stream) -> Tensors:
         *several, tokens, width = context.shape
         left = torch.linalg.qr(generator.normal(*several, tokens, self.rank)).Q
-        return world.placed({"low_rank.left": left, "low_rank.right": torch.zeros(*several, self.rank, width)})
+        return world.placed({LEFT: left, RIGHT: torch.zeros(*several, self.rank, width)})
 
     def untrained(self, received: Tensors, local: Tensors) -> Tensors:
-        return {"low_rank.right": torch.zeros_like(local["low_rank.right"])}
-
-    def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
-        params = super().begin(world, client, received, local)
-        return {**params, ANCHOR: world.text.encode_words(self.anchor_words)} if self.contrast_weight else params
-
-    def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-        changed = params["context"] + params["low_rank.left"] @ params["low_rank.right"]
-        said = {"own": self.as_context(changed)}
-        if batch.training and self.contrast_weight:
-            said["global"] = self.as_context(params["context"])
-        return Prompts(text=said)
+        return {RIGHT: torch.zeros_like(local[RIGHT])}
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         if self.adapter == "none":
-            return similarity(world, seen.image, seen.text["own"])
+            return super().logits(world, params, seen, batch, noise)
         return similarity(world, adapted(stripped(ADAPTER, params), seen.image_raw), seen.text["own"])
 
     def loss(self, world: World, params: Tensors, logits: Tensor, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         plain = super().loss(world, params, logits, seen, batch, noise)
         if not batch.training:
             return plain
-        left, right = params["low_rank.left"], params["low_rank.right"]
-        plain = plain + self.orthogonal_weight * off_orthogonal(left) + self.size_weight * square(right)
-        if not self.contrast_weight:
-            return plain
-        return plain + self.contrast_weight * self.contrast(params[ANCHOR], seen.text["global"], seen.text["own"])
+        return plain + self.orthogonal_weight * off_orthogonal(params[LEFT]) + self.size_weight * square(params[RIGHT])
 
-    def contrast(self, anchor: Tensor, shared: Tensor, own: Tensor) -> Tensor:
-        """-log of the softmax at the global context, over the similarities of plain words to both; mean over classes."""
-        positive, negative = (anchor * shared).sum(-1), (anchor * own).sum(-1)
-        return F.softplus((negative - positive) / self.temperature).mean()
+    def rivals(self, anchor: Tensor, shared: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        return (anchor * shared).sum(-1), (anchor * own).sum(-1)
 
 
 def new_adapter(width: int, generator: Stream) -> Tensors:

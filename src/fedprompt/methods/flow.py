@@ -29,7 +29,7 @@ from fedprompt.core.registry import register
 from fedprompt.core.roles import Roles
 from fedprompt.methods.fedvpt import FedVPTDeep
 from fedprompt.modules import heads
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
 
@@ -81,7 +81,7 @@ class Flow(FedVPTDeep):
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         own = self.probability(params, batch)[..., None, None]  # (B, depth or 1, 1, 1)
         mixed = own * params[LOCAL_COPY] + (1 - own) * params["prompt"]
-        return Prompts(vision=(VisionPrompt(mixed, tuple(range(mixed.shape[1])), after=self.after),))
+        return Prompts(tokens=(TokenPrompt(mixed, tuple(range(mixed.shape[1])), after=self.after),))
 
     def mixtures(self, world: World, params: Tensors, seen: Seen, batch: Batch) -> tuple[Mixture, ...]:
         own = self.probability(params, batch)

@@ -24,7 +24,9 @@ have length one, so the variance of a query around the prototype of its class, p
 That is the variance of all directions together; of pretrained features it lies in about 25 of them (8 to 36, measured
 with the best temperature for images that are left out of their prototype, on four sets and two backbones). So tau =
 w / 25 for the distance and w / (25 sqrt(1 - w)) for the cosine, whose prototypes are scaled to length one. On DINOv2-S
-this gives 0.03 to 0.05 and 1.5 to 2.2 times the weight of the true class that 0.1 gives (docs/discussion.md).
+this gives 0.03 to 0.05 and 1.5 to 2.2 times the weight of the true class that 0.1 gives (docs/discussion.md). Prompts are
+mixed twice as softly (`softness`, up to 0.1): where priors are equal, weights as sharp as the posterior cost accuracy, and
+where clients differ in their classes the prior tells them apart in both cases.
 Centring queries and prototypes does nothing to the distance, and little to the cosine once the temperature fits.
 
 **Where, and how fast.** Class prompts enter before the last quarter of the blocks and learn twenty times as fast as shared
@@ -67,7 +69,7 @@ from fedprompt.core.roles import Roles, Statistic
 from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
-from fedprompt.modules.insertion import PromptStart, VisionPrompt
+from fedprompt.modules.insertion import PromptStart, TokenPrompt
 from fedprompt.modules.prompt_keys import cosine
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, prefixed
@@ -108,6 +110,8 @@ class PEPFedPT(WithHead):
     """Similarity of query and prototype: cosine, or -|z - mu|^2 / 2."""
     temperature: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)] | Literal["auto"] = "auto"
     """Tau, temperature of the similarity, or from the variance of the queries around their prototypes."""
+    softness: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
+    """Factor on the temperature that `auto` finds; 1 is that of the posterior. The result is at most 0.1."""
     kappa: Annotated[float, Finite] = 1.0
     """Weight of the log prior; 0 ignores the prior."""
     prior: Literal["own", "uniform"] = "own"
@@ -212,6 +216,11 @@ class PEPFedPT(WithHead):
         counted = (counts >= self.minimum_count) & sent
         return {**super().begin(world, client, received, local), "counted": counted.to(world.dtype)}
 
+    def personalise(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
+        """Without `counted` if no head is fitted: a prediction then opens no training image."""
+        fits = self.head == "shared_then_finetune"
+        return self.begin(world, client, received, local) if fits else super().begin(world, client, received, local)
+
     def stages(self, world: World, train: TrainConfig) -> tuple[Stage, ...]:
         own = sorted(set(world.roles.local) - {"prior"})
         if own:
@@ -219,11 +228,11 @@ class PEPFedPT(WithHead):
         return (Stage(self, tuple(world.roles.shared), train.epochs),)
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-        shared = VisionPrompt(params["shared_prompt"], (0,))
+        shared = TokenPrompt(params["shared_prompt"], (0,))
         if self.query == "inline":
-            return Prompts(vision=(shared,), pause=self.blocks_of_classes(world)[0])
+            return Prompts(tokens=(shared,), pause=self.blocks_of_classes(world)[0])
         mixed = self._mixed(world, params, batch.features["cls"], batch)
-        return replace(mixed, vision=(shared, *mixed.vision))
+        return replace(mixed, tokens=(shared, *mixed.tokens))
 
     def later(self, world: World, params: Tensors, cls: Tensor, batch: Batch, noise: Tensors) -> Prompts:
         return self._mixed(world, params, cls, batch)
@@ -282,7 +291,7 @@ class PEPFedPT(WithHead):
         weights = self.class_weights(query, *sent, params["prior"], temperature, own)
         mixed = torch.einsum("bc,clnd->blnd", weights, params["class_prompts"])
         return Prompts(
-            vision=(VisionPrompt(mixed, self.blocks_of_classes(world)),), extra={"query": query, "weights": weights}
+            tokens=(TokenPrompt(mixed, self.blocks_of_classes(world)),), extra={"query": query, "weights": weights}
         )
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
@@ -328,7 +337,7 @@ class PEPFedPT(WithHead):
         prototypes = torch.where(present[:, None], moved.to(old.dtype), old)
         own = {**server.own, "prototypes": prototypes, "known": self._known(server.own["known"], counts)}
         if self.temperature == "auto":
-            found = fitting_temperature(sums[present], counts[present], self.similarity)
+            found = fitting_temperature(sums[present], counts[present], self.similarity, self.softness)
             old_share = self.prototype_momentum if known.any() else 0.0
             own["temperature"] = old_share * own["temperature"] + (1 - old_share) * found.to(old)
         return replace(server, own=own)
@@ -344,7 +353,9 @@ class PEPFedPT(WithHead):
         return torch.stack(parts).sum(0).float()
 
 
-def fitting_temperature(sums: Tensor, counts: Tensor, similarity: Literal["cosine", "neg_sq_dist"]) -> Tensor:
+def fitting_temperature(
+    sums: Tensor, counts: Tensor, similarity: Literal["cosine", "neg_sq_dist"], softness: float = 1.0
+) -> Tensor:
     """Tau of queries of length one, from their sums (C, d) and counts (C,) by class; see the module's docstring."""
     images, classes = counts.sum(), len(counts)
     if images <= classes:
@@ -352,4 +363,4 @@ def fitting_temperature(sums: Tensor, counts: Tensor, similarity: Literal["cosin
     around = (counts - sums.square().sum(-1) / counts).sum() / (images - classes) * (1 + classes / images)
     around = around.clamp(0.0, 0.99)
     scale = (1 - around).sqrt() if similarity == "cosine" else 1.0
-    return (around / (DIRECTIONS * scale)).clamp(SHARPEST, WIDEST)
+    return (softness * around / (DIRECTIONS * scale)).clamp(SHARPEST, WIDEST)

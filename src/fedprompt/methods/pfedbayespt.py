@@ -61,7 +61,7 @@ from fedprompt.core.search_space import FloatRange, SearchSpace
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
 from fedprompt.modules import semi_implicit, token_encoder
-from fedprompt.modules.insertion import PromptStart, VisionPrompt, vpt_bound
+from fedprompt.modules.insertion import PromptStart, TokenPrompt, vpt_bound
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, prefixed, stripped
 
@@ -202,9 +202,9 @@ class PFedBayesPTD(WithHead):
         if self.diagnose and not batch.training:
             other = instance.roll(instance.shape[1] // 2, dims=1)
             instance = torch.cat([instance, instance.mean(1, keepdim=True).expand_as(instance), other])
-        everyones = VisionPrompt(params["prompt"], tuple(range(len(params["prompt"]))))
-        own = VisionPrompt(instance.flatten(0, 1), tuple(range(instance.shape[2])))
-        return Prompts(vision=(everyones, own), repeat=len(instance), extra=extra)
+        everyones = TokenPrompt(params["prompt"], tuple(range(len(params["prompt"]))))
+        own = TokenPrompt(instance.flatten(0, 1), tuple(range(instance.shape[2])))
+        return Prompts(tokens=(everyones, own), repeat=len(instance), extra=extra)
 
     def predict(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
         found = probabilities(self.logits(world, params, seen, batch, noise))

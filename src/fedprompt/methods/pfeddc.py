@@ -71,7 +71,7 @@ from fedprompt.modules.fusion import (
     new_attention,
     part,
 )
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, prefixed, stripped
 
@@ -196,7 +196,7 @@ class PFedDC(WithText):
         if "vision" not in self.modalities:
             return Prompts(text={"context": text})
         vision = self.fused("vision", params)
-        return Prompts(text={"context": text}, vision=(VisionPrompt(vision, tuple(range(len(vision)))),))
+        return Prompts(text={"context": text}, tokens=(TokenPrompt(vision, tuple(range(len(vision)))),))
 
     def fused(self, modality: str, params: Tensors) -> Tensor:
         """The prompt for the tower: the global and the local one fused, or the only one there is."""

@@ -11,12 +11,21 @@ its loss in P_n, so descent on sum_n w_n L_n, w_n the client's share of the coho
     phi <- phi + alpha sum_n w_n (dP_n / dphi)^T D_n        phi = P_base, W, and d_n, which only client n changes
 
 There is no momentum on the server: it would change descriptors of clients that did not take part. The server's tensors
-are kept in single precision at least, since steps of alpha vanish in half precision. Note how small alpha = 1e-3, the
-paper's, is: in one round P_base moves by about a thousandth of the mean change, and the adapted prompts, which a client
-keeps to predict with, do most of the work. Nor do generated prompts differ much at first: with ViT-B/16's base prompts
-of norm 1 and standard normal descriptors the a_n lie about 0.01 from their mean, with `descriptor_std: 10` about 0.1
-(the initial descriptors are our choice). Base prompts start as tokens of a blank image (`prompt_init`); W_O is then
-scaled by 0.1, so that a_n does not outweigh them.
+are kept in single precision at least, since small steps vanish in half precision.
+
+**The step of the server.** The paper's alpha = 1e-3 is for its long runs: in one round P_base moves by about a thousandth
+of the mean change, so what clients learn of their prompts in a round is lost in the next. With alpha = 1 the base moves by
+the mean change, as in federated averaging, but the generator moves much further: its output map W_O multiplies the base
+prompts, and tokens of a blank image that are 11 long (ViT-B/16) would move their prompts by up to 1,300 times what clients
+changed. So `server_lr: auto` takes the step with which generated prompts move, to first order, no further than clients
+moved them, and alpha = 1 at most:
+
+    alpha = min(1,  sum_n w_n |D_n|^2 / |G|^2)        G = sum_n w_n (dP_n / dphi)^T D_n, the direction of the step
+
+since alpha |G|^2 is the change of sum_n w_n <P_n, D_n>, and that of P_n + D_n would be sum_n w_n |D_n|^2. Generated prompts
+do not differ much at first: with ViT-B/16's base prompts of norm 1 and standard normal descriptors the a_n lie about 0.01
+from their mean, with `descriptor_std: 10` about 0.1 (the initial descriptors are our choice). Base prompts start as tokens
+of a blank image (`prompt_init`); W_O is then scaled by 0.1, so that a_n does not outweigh them.
 
 With `depth` q > 1 there are base prompts for each of the first q blocks; the one descriptor attends to those of each
 block with the same W.
@@ -57,12 +66,12 @@ SENT = "sent."  # copies of the server's tensors on their way to a client that w
 class PFedPG(FedVPT):
     """Prompts generated for each client by an attention on the server."""
 
-    search_space: ClassVar[SearchSpace] = {"method.server_lr": FloatRange(1e-5, 0.1)}
+    search_space: ClassVar[SearchSpace] = {"method.server_lr": FloatRange(1e-4, 1.0)}
 
     attention_heads: Annotated[int, Field(ge=1)] | None = None
     """Heads of the generator; null for the largest number up to 12 that fits."""
-    server_lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
-    """Alpha, learning rate of generator, base and descriptors."""
+    server_lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = "auto"
+    """Alpha, learning rate of generator, base and descriptors (0.001 in the paper), or the one that fits the clients' changes."""
     descriptor_std: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Standard deviation of the initial descriptors."""
     predict_with: Literal["adapted", "generated"] = "adapted"
@@ -142,9 +151,9 @@ class PFedPG(FedVPT):
             for upload in uploads
         ]
         ascents = torch.autograd.grad(torch.stack(pulls).sum(), list(own.values()))
+        rate = fitting_rate(uploads, ascents) if self.server_lr == "auto" else self.server_lr
         moved = {
-            name: (tensor + self.server_lr * ascent).detach()
-            for (name, tensor), ascent in zip(own.items(), ascents, strict=True)
+            name: (tensor + rate * ascent).detach() for (name, tensor), ascent in zip(own.items(), ascents, strict=True)
         }
         return replace(super().aggregate(world, server, uploads, combine), own=moved)
 
@@ -158,6 +167,13 @@ class PFedPG(FedVPT):
 
     def newcomer(self, world: World, train: TrainConfig, epochs: int) -> tuple[Stage, ...]:
         return (Stage(self, ("descriptor", *NAMES), epochs, "newcomer"),)
+
+
+def fitting_rate(uploads: Sequence[Upload], ascents: Sequence[Tensor]) -> Tensor:
+    """Alpha with which generated prompts move, to first order, no further than clients moved them; 1 at most."""
+    asked = sum(upload.weight * upload.tensors["prompt_change"].double().square().sum() for upload in uploads)
+    found = torch.stack([ascent.double().square().sum() for ascent in ascents]).sum()
+    return (asked / found.clamp_min(torch.finfo(torch.float64).tiny)).clamp(max=1.0).to(ascents[0])
 
 
 def most_heads(width: int) -> int:

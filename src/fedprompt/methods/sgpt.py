@@ -58,7 +58,7 @@ from fedprompt.core.roles import Roles, Statistic
 from fedprompt.errors import ConfigError, broken
 from fedprompt.methods.bases.with_head import WithHead
 from fedprompt.modules import heads
-from fedprompt.modules.insertion import PromptStart, VisionPrompt
+from fedprompt.modules.insertion import PromptStart, TokenPrompt
 from fedprompt.modules.prompt_keys import cosine, orthonormal_keys
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors
@@ -82,10 +82,10 @@ class SharedPrompts(WithHead):
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
         tokens, blocks, first = params["shared_prompts"], self.blocks_of_shared(world), self.first_tokens
         slots = (
-            VisionPrompt(tokens[:first].unsqueeze(0), blocks[:1], mode="append"),
-            VisionPrompt(tokens[first:].unsqueeze(1), blocks[1:], mode="append"),
+            TokenPrompt(tokens[:first].unsqueeze(0), blocks[:1], mode="append"),
+            TokenPrompt(tokens[first:].unsqueeze(1), blocks[1:], mode="append"),
         )
-        return Prompts(vision=tuple(slot for slot in slots if slot.blocks))
+        return Prompts(tokens=tuple(slot for slot in slots if slot.blocks))
 
 
 @register("sgpt")
@@ -215,10 +215,10 @@ class SGPT(SharedPrompts):
         chosen = self.choose(params, likeness) if batch.training else likeness.argmax(-1)
         if batch.training and self.batch_vote:
             chosen = _members(chosen, self.groups, batch.weights).sum(0).argmax().expand(chosen.shape)
-        group = VisionPrompt(params["group_prompts"][chosen], self.blocks_of_groups(world), mode="append")
-        shared = super().prompts(world, params, batch, noise).vision
+        group = TokenPrompt(params["group_prompts"][chosen], self.blocks_of_groups(world), mode="append")
+        shared = super().prompts(world, params, batch, noise).tokens
         return Prompts(
-            vision=(group, *shared),  # rows come back slot by slot, so the group's are the first
+            tokens=(group, *shared),  # rows come back slot by slot, so the group's are the first
             extra={"likeness": likeness.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)},
         )
 

@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 
 from fedprompt.metrics.calibration import calibration_error
+from fedprompt.metrics.one_against_rest import RANKED, Scores, ranked_together
 
-STAYING = ("hits", "confusion", "auroc", "sensitivity")  # figures that a site never sends
+STAYING = ("hits", "confusion", "auroc", "sensitivity", "scores")  # what a site never sends
+RANKS = ("ranked", *(f"{name}_by_domain" for name in RANKED))  # groups of a summary that are not sums over clients
+MOST_SCORES = 2**25  # numbers in the predictions of all clients together, a quarter of a gigabyte
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,21 @@ class ClientResult:
     """Likewise; None where no class can be told from another."""
     sensitivity: float | None = None
     """At the specificity `one_against_rest.SPECIFICITY`; likewise."""
+    scores: Scores | None = field(default=None, compare=False, repr=False)
+    """The predictions themselves, until `summarise` has ranked those of all clients. Never stored and never sent."""
 
     @property
     def accuracy(self) -> float:
         return self.correct / self.samples
 
     def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
+        values = asdict(replace(self, scores=None))
         return {name: value for name, value in values.items() if name not in STAYING or value is not None}
 
     def to_send(self) -> ClientResult:
         """Without what a site never sends."""
-        return replace(self, hits=None, confusion=None, auroc=None, sensitivity=None)
+        withheld: dict[str, Any] = dict.fromkeys(STAYING)
+        return replace(self, **withheld)
 
 
 def pack_hits(right: np.ndarray) -> str:
@@ -108,6 +114,7 @@ def is_summary(values: Mapping[str, Any]) -> bool:
     """Whether a mapping that was read from a file has the figures `summarise` gives."""
     figures = all(_is_number(values[name]) if name in values else name in WITHHELD for name in AVERAGED)
     figures = figures and all(_is_number(values[name]) for name in (*PICKED, "never_picked") if name in values)
+    figures = figures and all(_are_numbers(values.get(name, {})) for name in RANKS)
     return figures and _are_numbers(values.get("domains")) and _are_numbers(values.get("diagnostics", {}))
 
 
@@ -143,7 +150,16 @@ def summarise(results: Iterable[ClientResult], picked: Iterable[ClientResult] | 
         **_uncertainty([result for result in results if result.nll is not None]),
         "domains": {name: correct / count for name, (count, correct) in sorted(domains.items())},
         "diagnostics": _means([result.diagnostics for result in results]),
+        **_ranked(results),
     }
+
+
+def _ranked(results: Sequence[ClientResult]) -> dict[str, Any]:
+    """Figures of all images and of domains that are not sums, where every client's predictions are here."""
+    found = [(each.scores, list(each.domains)) for each in results if each.scores is not None]
+    if len(found) < len(results) or sum(scores.probabilities.size for scores, _ in found) > MOST_SCORES:
+        return {}
+    return ranked_together(found)
 
 
 def _of_picked(results: Sequence[ClientResult], picked: Iterable[ClientResult] | None) -> dict[str, float]:

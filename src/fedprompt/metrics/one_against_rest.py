@@ -12,6 +12,7 @@ A class without images, or the only one with images, has neither AUROC nor sensi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 SPECIFICITY = 0.9  # at which run files have the sensitivity
+RANKED = ("auroc", "sensitivity")  # figures that need an order of images, not counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,38 @@ class Figures:
         """The numbers, by name."""
         names = ("images", "accuracy", "balanced_accuracy", "macro_f1", "auroc", "sensitivity")
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The predictions of some images, kept until those of all clients can be ranked together; never stored and never sent."""
+
+    labels: Array
+    """(N,)"""
+    domains: Array
+    """(N,) places in a list of names."""
+    probabilities: Array
+    """(N, C)"""
+
+
+def ranked_together(each: Sequence[tuple[Scores, Sequence[str]]]) -> dict[str, dict[str, float]]:
+    """AUROC and sensitivity of all images, and of every domain where there are several: what cannot be summed over clients."""
+    labels = np.concatenate([scores.labels for scores, _ in each])
+    probabilities = np.concatenate([scores.probabilities for scores, _ in each])
+    names = np.concatenate([np.array(own, dtype=object)[scores.domains] for scores, own in each])
+    domains = {name: _ranks(labels[names == name], probabilities[names == name]) for name in sorted(set(names))}
+    if len(domains) == 1:
+        domains = {}
+    by_figure = {key: {name: found[key] for name, found in domains.items() if key in found} for key in RANKED}
+    return {
+        "ranked": _ranks(labels, probabilities),
+        **{f"{key}_by_domain": values for key, values in by_figure.items()},
+    }
+
+
+def _ranks(labels: Array, probabilities: Array) -> dict[str, float]:
+    found = Figures.of(labels, probabilities)
+    return {name: value for name in RANKED if not math.isnan(value := getattr(found, name))}
 
 
 def rates(positive: Array, scores: Array) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedprompt.metrics.accuracy import ClientResult, pack_hits
 from fedprompt.metrics.calibration import BINS
-from fedprompt.metrics.one_against_rest import Figures
+from fedprompt.metrics.one_against_rest import Figures, Scores
 
 
 def entropy(probabilities: Tensor) -> Tensor:
@@ -44,6 +44,7 @@ def score(
     chosen = probabilities.gather(-1, labels[:, None]).clamp_min(torch.finfo(torch.float64).tiny)
     hits = right.numpy()
     figures = Figures.of(labels.numpy(), probabilities.numpy()) if by_class else None
+    places = np.unique(domains, return_inverse=True)[1] if by_class else domains  # in the order of `domains` below
     cells = Counter(zip(domains.tolist(), labels.tolist(), predicted.tolist(), strict=True)) if by_class else None
     return ClientResult(
         samples=len(labels),
@@ -63,4 +64,5 @@ def score(
         else [[domain_names[domain], label, guess, count] for (domain, label, guess), count in sorted(cells.items())],
         auroc=None if figures is None or math.isnan(figures.auroc) else figures.auroc,
         sensitivity=None if figures is None or math.isnan(figures.sensitivity) else figures.sensitivity,
+        scores=Scores(labels.numpy(), places, probabilities.numpy()) if by_class else None,
     )

@@ -32,13 +32,16 @@ def initial_generator(queries: Tensor, features: int, generator: Stream) -> Tens
     The maps to queries, keys and values start as one matrix of torch's attention does, uniform in ±sqrt(6 / (3 d + fan-in)),
     with biases of zero; all other layers are uniform in ±1/sqrt(fan-in).
     """
-    width = queries.shape[-1]
+    return {"queries": queries, **initial_network(queries.shape[-1], features, generator)}
+
+
+def initial_network(width: int, features: int, generator: Stream) -> Tensors:
+    """The same without queries, for those that `ask` is given (..., m, width)."""
     drawn = {
         name: _projection(f"attention.{name}", width, columns, generator)
         for name, columns in (("query", width), ("key", features), ("value", features))
     }
     return {
-        "queries": queries,
         **_norm("queries_norm", width),
         **_norm("names_norm", features),
         **drawn["query"],
@@ -54,13 +57,20 @@ def initial_generator(queries: Tensor, features: int, generator: Stream) -> Tens
 
 def generate(tensors: Tensors, names: Tensor, known: Tensor, heads: int, residual: bool = False) -> Tensor:
     """The context (m, d) for the names (C, D) of which `known` (C,) is not zero."""
-    queries, said = tensors["queries"], _normed(tensors, "names_norm", names)
+    return ask(tensors, tensors["queries"], names, known, heads, residual)
+
+
+def ask(
+    tensors: Tensors, queries: Tensor, names: Tensor, known: Tensor | None, heads: int, residual: bool = False
+) -> Tensor:
+    """What given queries (..., m, d) make of the names (C, D)."""
+    said = _normed(tensors, "names_norm", names)
     asked = _applied(tensors, "attention.query", _normed(tensors, "queries_norm", queries))
     key, value = (_applied(tensors, f"attention.{name}", said) for name in ("key", "value"))
-    asked, key, value = (rows.unflatten(-1, (heads, -1)) for rows in (asked, key, value))  # (rows, h, d / h)
-    scores = torch.einsum("mhe,che->hmc", asked, key) / math.sqrt(asked.shape[-1])
-    weights = scores.masked_fill(known == 0, -math.inf).softmax(-1)
-    answer = torch.einsum("hmc,che->mhe", weights, value).flatten(-2)
+    asked, key, value = (rows.unflatten(-1, (heads, -1)) for rows in (asked, key, value))  # (..., rows, h, d / h)
+    scores = torch.einsum("...mhe,che->...hmc", asked, key) / math.sqrt(asked.shape[-1])
+    weights = (scores if known is None else scores.masked_fill(known == 0, -math.inf)).softmax(-1)
+    answer = torch.einsum("...hmc,che->...mhe", weights, value).flatten(-2)
     mixed = _applied(tensors, "attention.output", answer)
     if residual:
         mixed = queries + mixed

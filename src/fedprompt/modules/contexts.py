@@ -25,6 +25,8 @@ class TextContext:
     position: Position = "end"
     per_image: bool = False
     """The first axis of the tokens is that of the images; the text features are then (B, C, D)."""
+    names: tuple[str, ...] = ()
+    """Names it stands with instead of the class names, such as those of what no class is."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,15 @@ class Language:
     """
     depth: int = 0
     """Blocks of the text tower."""
+    for_names: Callable[[tuple[str, ...]], Language] | None = None
+    """The same tower with other names, or whole sentences, in place of the class names."""
+
+    def with_names(self, names: tuple[str, ...]) -> Language:
+        """The same tower with other names; without any, that of the class names."""
+        if not names:
+            return self
+        assert self.for_names is not None
+        return self.for_names(names)
 
     def encode_words(self, words: str) -> Tensor:
         """Unit vectors (C, D) of all classes behind some plain words, such as "a photo of a"."""

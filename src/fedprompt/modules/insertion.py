@@ -1,7 +1,7 @@
-"""Prompt tokens in a vision transformer, in every style of the literature.
+"""Prompt tokens in a transformer, of images or of sentences, in every style of the literature.
 
-A `VisionPrompt` is a *slot* of tokens after the CLS token. Slots are independent of each other, so one method may use
-several.
+A `TokenPrompt` is a *slot* of tokens after the CLS token, beside patches or words. Slots are independent of each other,
+so one method may use several.
 
 | style | slot |
 |---|---|
@@ -28,12 +28,12 @@ from fedprompt.random_streams import Stream
 
 WITHOUT_BLOCKS = (
     "backbone.name must be a vision transformer for a method that puts prompts into the image tower, reads its blocks or changes "
-    "its weights, got one without blocks (CLIP's ResNet)"
+    "its weights, got one without blocks (CLIP's ResNet, MobileCLIP's MCi)"
 )
 
 
 @dataclass(frozen=True)
-class VisionPrompt:
+class TokenPrompt:
     """Tokens for the listed blocks (counted from 0): the same for a whole batch, one set per sample, or one set for
     each run of samples, as many runs as there are clients in a batch.
     """
@@ -44,7 +44,7 @@ class VisionPrompt:
     after: Literal["carry", "drop"] = "carry"
 
 
-def check_prompt(prompt: VisionPrompt, batch: int, width: int, first: int, depth: int) -> None:
+def check_prompt(prompt: TokenPrompt, batch: int, width: int, first: int, depth: int) -> None:
     """Raise unless the slot fits a batch of sequences that runs through blocks `first` to `depth - 1`."""
     blocks, tokens = list(prompt.blocks), prompt.tokens
     if not blocks or blocks != sorted(set(blocks)) or blocks[0] < first or blocks[-1] >= depth:
@@ -60,7 +60,7 @@ def check_prompt(prompt: VisionPrompt, batch: int, width: int, first: int, depth
         raise ContractError(f"prompt.mode and prompt.after must be known, got {prompt.mode!r} and {prompt.after!r}")
 
 
-def enter(prompt: VisionPrompt, rows: Tensor, block: int) -> Tensor:
+def enter(prompt: TokenPrompt, rows: Tensor, block: int) -> Tensor:
     """The rows of a slot at the input of `block`, given those that came out of the block before.
 
     Tokens for the whole batch, or for a run of samples, are not repeated until a block has mixed them with a sample:
@@ -88,7 +88,7 @@ def together(pieces: Sequence[Tensor]) -> list[Tensor]:
     return [spread(rows, most) for rows in pieces]
 
 
-def leaves(prompt: VisionPrompt, block: int) -> bool:
+def leaves(prompt: TokenPrompt, block: int) -> bool:
     """Whether the slot's rows are dropped after `block`: their outputs are then never used."""
     replaced = prompt.mode == "replace" and block + 1 in prompt.blocks
     dropped = prompt.after == "drop" and block >= prompt.blocks[-1]

@@ -59,3 +59,21 @@ def transport_plan(
     plan = (kernel + rows + columns).exp()
     exact = plan * (column / plan.sum(-1, keepdim=True))  # logarithms of small epsilons are large and leave few digits
     return exact.movedim(0, -1).to(similarities.dtype)
+
+
+@torch.no_grad()
+def unbalanced_plan(costs: Tensor, relaxation: float, iterations: int = 1000) -> Tensor:
+    """The plan T (M, N) that minimises <T, costs> + relaxation * (KL(T 1 | 1/M) + KL(T' 1 | 1/N)), without entropy.
+
+    Majorisation and minimisation (Chapel et al., NeurIPS 2021): T <- T * sqrt(a b / (row sum * column sum)) * exp(-costs /
+    (2 relaxation)) from T = a b. An entry that vanishes stays 0; where one is left, costs + relaxation * log(row sum / a *
+    column sum / b) = 0.
+    """
+    rows, columns = costs.shape
+    kernel = (-costs / (2 * relaxation)).exp() / math.sqrt(rows * columns)
+    plan = torch.full_like(costs, 1 / (rows * columns))
+    least = torch.finfo(costs.dtype).tiny
+    for _ in range(iterations):
+        by_row, by_column = plan.sum(-1, keepdim=True).clamp_min(least), plan.sum(0, keepdim=True).clamp_min(least)
+        plan = plan * kernel / (by_row.sqrt() * by_column.sqrt())
+    return plan

@@ -42,10 +42,9 @@ def places(grid: Sequence[Settings], published: Published) -> list[Place]:
         entry.title if entry else _column_title(settings, column_names, published.columns)
         for settings, entry in zip(grid, column_entries, strict=True)
     ]
-    rows = _told_apart(
-        [e.title if e else method_label(s) for s, e in zip(grid, row_entries, strict=True)], grid, row_names
-    )
-    columns = _told_apart(called, grid, column_names)
+    methods = [e.title if e else method_label(s) for s, e in zip(grid, row_entries, strict=True)]
+    columns = _told_apart(called, grid, column_names, [""] * len(grid))
+    rows = _told_apart(methods, grid, row_names, columns)
     return [Place(*each) for each in zip(rows, columns, row_entries, column_entries, strict=True)]
 
 
@@ -90,12 +89,21 @@ def _last(name: str) -> str:
     return name.removesuffix(".*").split(".")[-1]
 
 
-def _told_apart(titles: Sequence[str], grid: Sequence[Settings], names: Sequence[str]) -> list[str]:
-    """The titles, with the settings that differ where several kinds of runs share one."""
+def _told_apart(
+    titles: Sequence[str], grid: Sequence[Settings], names: Sequence[str], places: Sequence[str]
+) -> list[str]:
+    """The titles, with the settings that differ where several kinds of runs share one in one of the places.
+
+    A setting with one value in every column, such as fewer epochs for the larger set, tells no rows apart.
+    """
+    members: dict[str, dict[str, list[Settings]]] = {}
+    for title, place, settings in zip(titles, places, grid, strict=True):
+        members.setdefault(title, {}).setdefault(place, []).append(settings)
+    differing = {
+        title: {name for group in found.values() for name in varied(group)} for title, found in members.items()
+    }
     result = []
     for title, settings in zip(titles, grid, strict=True):
-        same_title = [other for each, other in zip(titles, grid, strict=True) if each == title]
-        differing = [name for name in varied(same_title) if name in names]
-        values = [f"{_last(name)} {written(settings[name])}" for name in differing if name in settings]
-        result.append(", ".join([title, *values]))
+        shown = [name for name in names if name in differing[title] and name in settings]
+        result.append(", ".join([title, *(f"{_last(name)} {written(settings[name])}" for name in shown)]))
     return result

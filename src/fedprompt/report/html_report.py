@@ -47,23 +47,22 @@ def write_report(
     figures: bool = False,
     against: str | None = None,
     specificity: float | None = None,
+    first: Sequence[Part] = (),
     **options: Any,
 ) -> Written:
     """Write `report.html` and `report.png` (the overview for a README); with `figures`, everything a paper needs as
-    well; with `against`, paired differences from that row; with a specificity, AUROC, sensitivity at it and others,
-    from test images and weights that `options` lead to as in `TrainedClient.open`.
+    well; with `against`, paired differences from that row; with a specificity, the figures by class at that one, from
+    test images and weights that `options` lead to as in `TrainedClient.open`. Parts that were made elsewhere come `first`.
     """
     from fedprompt.report import plots
+    from fedprompt.report.class_tables import computed
     from fedprompt.report.sections import all_parts
 
     if not runs:
         raise RunError(broken("report", "be given at least one run", []))
     arranged = method_grid.arrange(runs)
-    parts = all_parts(runs, arranged)
-    if specificity is not None:
-        from fedprompt.report.metrics_table import metrics_part
-
-        parts.insert(0, metrics_part(arranged, specificity, **options))
+    by_class = None if specificity is None else computed(runs, specificity, **options)
+    parts = [*first, *all_parts(runs, arranged, by_class)]
     html, overview = directory / "report.html", directory / "report.png"
     # read everything first: a damaged run must not leave half a report
     content = rendered(runs, arranged, parts, against).encode()
@@ -222,6 +221,10 @@ def part_section(part: Part, number: int) -> str:
         html_elements.pictures(opened) if opened else "",
         html_elements.folded(f"{len(more)} more pictures", html_elements.pictures(more), "screen") if more else "",
         html_elements.folded("Numbers", tables) if numbers and not part.unfolded else tables,
+        *[
+            html_elements.folded(each.name, html_elements.table(each.name, each.head, each.rows))
+            for each in part.details
+        ],
         half=len(opened) < 2 and not part.unfolded and not any(table.kind for table in part.tables),
     )
 

@@ -12,7 +12,6 @@ from fedprompt.report import class_tables, cost_plots, events, heatmaps, plots, 
 from fedprompt.report.comparison_table import NOTHING, Cell, percent, spread
 from fedprompt.report.html_elements import slug
 from fedprompt.report.method_grid import Arrangement, Column
-from fedprompt.runs.class_figures import class_figures
 from fedprompt.runs.families import Family
 from fedprompt.runs.run import Run
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RANKS = "Ranks over tasks"
+METRICS = "Classification metrics"
 MOST_OPEN = 6  # pictures of one kind that are not folded
 MOST_LISTED = 8  # names or numbers in a cell
 
@@ -53,19 +53,24 @@ class Part:
     more: list[Picture] = field(default_factory=list)
     """Folded on the page."""
     tables: list[Table] = field(default_factory=list)
+    details: list[Table] = field(default_factory=list)
+    """Folded on the page, each under its name."""
     unfolded: bool = False
     """Its tables are what it is about, not the numbers of a picture."""
 
 
-def all_parts(runs: Sequence[Run], arranged: Arrangement) -> list[Part]:
-    """In the order of the page, without empty ones; settings and runs, which have no pictures, follow them there."""
+def all_parts(runs: Sequence[Run], arranged: Arrangement, found: class_tables.Found | None = None) -> list[Part]:
+    """In the order of the page, without empty ones; settings and runs, which have no pictures, follow them there.
+
+    `found` are figures by class that were computed; those of the run files when absent.
+    """
     parts = [
         ranks_over_tasks(arranged),
         learning_curves(arranged),
         fairness(arranged),
         clients_by_round(arranged),
         domains(arranged),
-        by_class(runs),
+        classification_metrics(found or class_tables.stored(runs), arranged),
         calibration(arranged),
         communication(arranged),
         time_by_phase(arranged),
@@ -134,24 +139,26 @@ def _domain_table(column: Column) -> Table:
     return Table(_named("Accuracy by domain, per cent", column), ["Method", *names], rows)
 
 
-def by_class(runs: Sequence[Run]) -> Part:
-    """Figures of the last test beside accuracy, and one confusion matrix for each method."""
-    numbers = class_tables.rows(runs)
-    if not numbers:
-        return Part("Figures by class")
+def classification_metrics(found: class_tables.Found, arranged: Arrangement) -> Part:
+    """Those of the last test, and one confusion matrix for each method."""
+    every = class_tables.rows_by_run(found)
+    if not every:
+        return Part(METRICS)
     shown, seen = [], set[str]()
-    for run in runs:
-        found = class_figures(run)
-        if found and run.config.label not in seen:
+    for run, figures in found.by_run.items():
+        if figures and run.config.label not in seen:
             seen.add(run.config.label)
             caption = f"{run.name}: test images of each class by prediction, all clients together."
-            shown.append(Picture(f"confusion-{slug(run.name)}", caption, class_tables.confusion_picture(run, found[0])))
-    text = (
-        "Balanced accuracy is the mean share of right answers over classes, AUROC the mean over classes of how well a class is told "
-        "from the rest. A dash: AUROC and sensitivity are known client by client; `Run.metrics` has those of all images."
-    )
-    table = Table("Figures by class, per cent", class_tables.HEAD, numbers)
-    return _part("Figures by class", shown[:2], shown[2:], [text], [table])
+            picture = class_tables.confusion_picture(run, figures[0])
+            shown.append(Picture(f"confusion-{slug(run.name)}", caption, picture))
+    head = class_tables.head_by_method(found)
+    tables = [
+        Table(_named("By method", column), head, rows)
+        for column in arranged.columns
+        if (rows := class_tables.rows_by_method(found, column))
+    ]
+    details = [Table("By run, domain and client", class_tables.head_by_run(found), every)]
+    return Part(METRICS, [found.meaning], shown[:2], shown[2:], tables, details, unfolded=True)
 
 
 def time_by_phase(arranged: Arrangement) -> Part:

@@ -1,7 +1,7 @@
 """Figures by class of a run's last test, as its file has them: no image is needed. Free of torch.
 
 Counts by label and prediction are stored for every client and domain, so their sums are exact. AUROC and sensitivity cannot be
-summed: a run file has those of every client, and `Run.metrics` computes those of domains and of all images together.
+summed: they are computed when all predictions are there, which those of sites never are. `Run.metrics` computes all of them again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedprompt.metrics.one_against_rest import Figures
+from fedprompt.metrics.one_against_rest import RANKED, Figures
 from fedprompt.runs.run import Run
 
 
@@ -36,10 +36,11 @@ def class_figures(run: Run) -> list[ClassFigures]:
         return []
     domains = sorted({cell[0] for own in cells.values() for cell in own or ()})
     everything = [cell for own in cells.values() for cell in own or ()]
-    found = [ClassFigures("all", "all images", _counted(everything, len(classes)))]
+    summary = _last_summary(run)
+    found = [ClassFigures("all", "all images", _counted(everything, len(classes), summary.get("ranked")))]
     for domain in domains if len(domains) > 1 else ():
         inside = [cell for cell in everything if cell[0] == domain]
-        found.append(ClassFigures("domain", domain, _counted(inside, len(classes))))
+        found.append(ClassFigures("domain", domain, _counted(inside, len(classes), _of_domain(summary, domain))))
     for client, own in cells.items():
         figures = _counted(own or [], len(classes), tested[client])
         found.append(ClassFigures("client", run.clients[client], figures))
@@ -54,10 +55,22 @@ def last_test(run: Run) -> dict[int, dict[str, Any]]:
     return run.evaluations(evaluated[-1]) if evaluated else {}
 
 
+def _last_summary(run: Run) -> dict[str, Any]:
+    history = run.history()
+    if run.final_test is not None:
+        return run.final_test.summary
+    return history[-1] if history else {}
+
+
+def _of_domain(summary: Mapping[str, Any], domain: str) -> dict[str, Any]:
+    """AUROC and sensitivity of a domain, as far as they are known."""
+    return {name: summary.get(f"{name}_by_domain", {}).get(domain, math.nan) for name in RANKED}
+
+
 def _counted(cells: Iterable[list[Any]], classes: int, result: Mapping[str, Any] | None = None) -> Figures:
     confusion = np.zeros((classes, classes), dtype=np.int64)
     for _, label, predicted, count in cells:
         if max(label, predicted) < classes:
             confusion[label, predicted] += count
-    ranked = [math.nan if result is None else float(result.get(name, math.nan)) for name in ("auroc", "sensitivity")]
+    ranked = [math.nan if result is None else float(result.get(name, math.nan)) for name in RANKED]
     return Figures(confusion, *ranked)

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 # settings that a method got later, with the value under which it does what it did before: run files hold all settings
-LATER = {
+LATER: dict[str, dict[str, object]] = {
     **{name: {"parametrisation": "literal"} for name in ("pfedbayespt", "pfedbayespt_g", "pfedbayespt_d")},
     "fedmaple": {"vision_start": "random"},
+    "pep_fedpt": {"softness": 1.0},
 }
 
 

@@ -124,8 +124,9 @@ def settings_of(name: str, rounds: int, **changes: Any) -> dict[str, Any]:
 
 def test_the_lines_of_the_units_start_a_federation_that_finishes_a_run(operated: Operated) -> None:
     operated.wait_until_ready()
-    settings = settings_of("units", 3)
+    settings = settings_of("units", 3, output={"trackers": ["tensorboard"]})
     run = operated.federation.run(settings)
+    assert list((run.directory / "trackers" / "tensorboard").glob("events.*")), "`federate run` has its trackers, too"
     assert list(run.clients) == list(SITES)
     assert [each for each in run.reader.events() if each[1] is not None] == [], "nobody was missing or refused"
     until(lambda: operated.noticed("finished", run=run.name), "the web hook heard of the end")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedprompt.backbones.vit import ViT
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 
 def naive_block(vit: ViT, index: int, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def naive_pool(vit: ViT, rows: Tensor) -> Tensor:
     return x + inside @ w["pool.mlp.out.weight"].T + w["pool.mlp.out.bias"]
 
 
-def naive_run(vit: ViT, tokens: Tensor, prompts: list[VisionPrompt]) -> tuple[dict[str, Tensor], list[int]]:
+def naive_run(vit: ViT, tokens: Tensor, prompts: list[TokenPrompt]) -> tuple[dict[str, Tensor], list[int]]:
     """All reads, and the sequence length at every block."""
     batch, _, width = tokens.shape
     ahead = 1 if vit.shape.has_cls else 0

@@ -19,7 +19,7 @@ from fedprompt.backbones.image_sizes import own_sides
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, ConfigError
 from fedprompt.features.compute import named
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -189,7 +189,7 @@ def test_a_digest_tells_it_from_one_with_another_weight(network, folder, tmp_pat
 
 def test_prompts_in_the_image_tower_are_refused(folder):
     ours = loaded(folder)
-    prompt = VisionPrompt(torch.zeros(1, 2, 256), (0,))
+    prompt = TokenPrompt(torch.zeros(1, 2, 256), (0,))
     with pytest.raises(
         ConfigError, match=r"backbone\.name must be a vision transformer for a method that puts prompts"
     ):

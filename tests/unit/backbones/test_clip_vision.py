@@ -27,7 +27,7 @@ from fedprompt.backbones.vit import READS, ViT
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, StorageError
 from fedprompt.io.files import cache_directory
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -194,7 +194,7 @@ def double(tmp_path: Path) -> tuple[torch.nn.Module, ViT]:
 def test_prompts_of_block_0_join_before_the_first_norm_and_later_ones_do_not(double, blocks, per_sample):
     model, vit = double
     tokens, images = random_tokens(len(blocks), per_sample), random_images().double()
-    found = vit.run(vit.embed(images), [VisionPrompt(tokens, blocks)], READS)
+    found = vit.run(vit.embed(images), [TokenPrompt(tokens, blocks)], READS)
     expected = naive_pass(model, images, tokens, blocks)
     for name in READS:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
@@ -209,7 +209,7 @@ def test_prompted_features_hold_in_single_precision_to_1e_5(tmp_path):
     tokens, blocks = random_tokens(DEPTH).detach().float(), tuple(range(DEPTH))
     with torch.no_grad():
         expected = naive_pass(model, random_images(), tokens, blocks)["cls"]
-    found = vit.run(vit.embed(random_images()), [VisionPrompt(tokens, blocks)])["cls"]
+    found = vit.run(vit.embed(random_images()), [TokenPrompt(tokens, blocks)])["cls"]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -218,7 +218,7 @@ def test_a_tower_of_one_block_takes_its_prompts_before_the_first_norm(tmp_path):
     vit = loaded(saved(model, tmp_path), dtype="float64")
     tokens, images = random_tokens(1), random_images().double()
     expected = naive_pass(model.double(), images, tokens, (0,))
-    found = vit.run(vit.embed(images), [VisionPrompt(tokens, (0,))], READS)
+    found = vit.run(vit.embed(images), [TokenPrompt(tokens, (0,))], READS)
     for name in READS:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
 
@@ -227,7 +227,7 @@ def test_a_tower_of_one_block_takes_its_prompts_before_the_first_norm(tmp_path):
 def test_every_way_into_block_0_leads_through_the_first_norm(double, way):
     model, vit = double
     tokens, images = random_tokens(1), random_images().double()
-    prompt = VisionPrompt(tokens, (0,), mode="append" if way == "appended" else "replace")
+    prompt = TokenPrompt(tokens, (0,), mode="append" if way == "appended" else "replace")
     given = {"prompts": [prompt]} if way == "appended" else {"pause": (0, lambda cls: [prompt])}
     found = vit.run(vit.embed(images), reads=READS, **given)
     expected = naive_pass(model, images, tokens, (0,))
@@ -239,8 +239,8 @@ def test_behind_a_stem_no_prompt_passes_the_first_norm(double):
     _, vit = double
     tokens, images = random_tokens(1), random_images().double()
     behind = dataclasses.replace(vit, stem=1)
-    found = behind.run(behind.embed(images), [VisionPrompt(tokens, (0,))])["cls"]
-    expected = vit.run(vit.embed(images), [VisionPrompt(tokens, (1,))])["cls"]
+    found = behind.run(behind.embed(images), [TokenPrompt(tokens, (0,))])["cls"]
+    expected = vit.run(vit.embed(images), [TokenPrompt(tokens, (1,))])["cls"]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 

@@ -22,7 +22,7 @@ from fedprompt.backbones.text_tower import BidirectionalTower, TextTower
 from fedprompt.backbones.vit import READS
 from fedprompt.config import BackboneConfig
 from fedprompt.modules.contexts import Position
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -57,10 +57,10 @@ def test_images_with_prompts_and_their_gradients_stay_on_the_device(elsewhere: D
     tokens = elsewhere.embed(images)
     lead = (2,) if per_sample else ()
     prompts = torch.zeros(*lead, 3, 2, 32, device="meta", requires_grad=True)
-    late = VisionPrompt(torch.zeros(1, 1, 32, device="meta"), (2,))
+    late = TokenPrompt(torch.zeros(1, 1, 32, device="meta"), (2,))
     seen = elsewhere.run(
         tokens,
-        [VisionPrompt(prompts, (0, 1, 2))],
+        [TokenPrompt(prompts, (0, 1, 2))],
         (*READS, "image", "image_patches"),
         pause=(2, lambda cls: [late]),
     )

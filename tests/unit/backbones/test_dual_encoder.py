@@ -34,7 +34,7 @@ from fedprompt.features import feature_rows
 from fedprompt.features.compute import MULTIPLE
 from fedprompt.io.files import cache_directory
 from fedprompt.modules.contexts import TextContext
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -166,9 +166,9 @@ def test_vision_prompts_reach_the_image_and_its_patches(tmp_path):
     clip = loaded(saved(random_clip(), tmp_path), dtype="float64")
     tokens = clip.embed(random_images().double())
     prompt = torch.randn(1, 2, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found = clip.run(tokens, [VisionPrompt(prompt, (0,))], reads=("cls", "image", "image_patches"))
+    found = clip.run(tokens, [TokenPrompt(prompt, (0,))], reads=("cls", "image", "image_patches"))
     assert found.keys() == {"cls", "image", "image_patches"}
-    rows = ViT.run(clip, tokens, [VisionPrompt(prompt, (0,))], reads=("cls", "patches"))
+    rows = ViT.run(clip, tokens, [TokenPrompt(prompt, (0,))], reads=("cls", "patches"))
     into = clip.image_projection.weights["linear.weight"]
     for name, seen in (("image", rows["cls"]), ("image_patches", rows["patches"])):
         expected = seen @ into.T

@@ -12,7 +12,7 @@ from unit.backbones.test_vit_prompts import BATCH, DEPTH, SHAPES, WIDTH, double_
 from fedprompt.backbones.random_weights import random_vit
 from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.backbones.vit import READS
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +28,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("kind", SHAPES)
 def test_behind_a_stem_blocks_are_those_of_the_whole_transformer(kind):
     whole, images = double_vit(kind), random(BATCH, 3, 8, 8)
-    vit, prompt = dataclasses.replace(whole, stem=2), VisionPrompt(random(2, 2, WIDTH), (0, 1))
+    vit, prompt = dataclasses.replace(whole, stem=2), TokenPrompt(random(2, 2, WIDTH), (0, 1))
     found = vit.run(vit.embed(images), [prompt], READS)
     expected = naive_run(whole, whole.embed(images), [dataclasses.replace(prompt, blocks=(2, 3))])[0]
     for name in READS:
@@ -39,7 +39,7 @@ def test_behind_a_stem_blocks_are_those_of_the_whole_transformer(kind):
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_pass_from_kept_inputs_is_the_whole_pass(kind):
     vit = double_vit(kind)
-    tokens, prompt = random_tokens(vit), VisionPrompt(random(2, 2, WIDTH), (2, 3))
+    tokens, prompt = random_tokens(vit), TokenPrompt(random(2, 2, WIDTH), (2, 3))
     (kept,) = vit.block_inputs(tokens, [2])
     close(vit.run(kept, [prompt], start=2)["cls"], vit.run(tokens, [prompt])["cls"])
 
@@ -47,7 +47,7 @@ def test_a_pass_from_kept_inputs_is_the_whole_pass(kind):
 @pytest.mark.parametrize("kind", SHAPES)
 def test_prompts_that_join_at_a_pause_are_as_if_given_beforehand(kind):
     vit, (given,) = double_vit(kind), random_prompts("shallow", per_sample=False)
-    tokens, joining, shown = random_tokens(vit), VisionPrompt(random(BATCH, 2, 1, WIDTH), (2, 3)), []
+    tokens, joining, shown = random_tokens(vit), TokenPrompt(random(BATCH, 2, 1, WIDTH), (2, 3)), []
     paused = vit.run(tokens, [given], READS, pause=(2, lambda summary: shown.append(summary) or [joining]))
     beforehand = vit.run(tokens, [given, joining], READS)
     for name in READS:
@@ -58,7 +58,7 @@ def test_prompts_that_join_at_a_pause_are_as_if_given_beforehand(kind):
 @pytest.mark.parametrize("kind", SHAPES)
 def test_what_is_added_to_weights_counts_in_values_and_gradients(kind):
     vit, name = double_vit(kind), "blocks.1.attention.in.weight"
-    tokens, prompt = random_tokens(vit), VisionPrompt(random(DEPTH, 2, WIDTH), tuple(range(DEPTH)))
+    tokens, prompt = random_tokens(vit), TokenPrompt(random(DEPTH, 2, WIDTH), tuple(range(DEPTH)))
     change = 0.1 * random(*vit.weights[name].shape, seed=7)
     change.requires_grad_()
     found = vit.with_added({name: change}).run(tokens, [prompt])["cls"]
@@ -76,7 +76,7 @@ def test_a_compiled_block_gives_the_same(kind):
     torch._dynamo.reset()
     vit = double_vit(kind)
     compiled = dataclasses.replace(vit, block=CompiledBlock("eager"))
-    tokens, prompt = random_tokens(vit), VisionPrompt(random(DEPTH, 2, WIDTH), tuple(range(DEPTH)))
+    tokens, prompt = random_tokens(vit), TokenPrompt(random(DEPTH, 2, WIDTH), tuple(range(DEPTH)))
     close(compiled.run(tokens, [prompt])["cls"], vit.run(tokens, [prompt])["cls"])
 
 

@@ -265,10 +265,11 @@ def test_its_side_is_known_without_its_weights(tmp_path):
         ("vision_cfg", "ls_init_value", 0.1, "ls_init_value in open_clip_config.json must be absent"),
         ("vision_cfg", "pool_type", "avg", "pool_type in open_clip_config.json must be one of 'tok', got 'avg'"),
         ("vision_cfg", "layers", "12", "layers in open_clip_config.json must be a whole number"),
-        ("text_cfg", "no_causal_mask", True, "no_causal_mask in open_clip_config.json must be absent"),
+        ("text_cfg", "no_causal_mask", "yes", "no_causal_mask in open_clip_config.json must be one of True, False"),
+        ("text_cfg", "embed_cls", True, "embed_cls in open_clip_config.json must be absent"),
         ("text_cfg", "pool_type", "last", "pool_type in open_clip_config.json must be one of 'argmax', got 'last'"),
         ("text_cfg", "hf_model_name", "some-bert", "hf_pooler_type in open_clip_config.json must be one of"),
-        ("vision_cfg", "timm_model_name", "fastvit_mci2", "must be a plain vision transformer, got 'fastvit_mci2'"),
+        ("vision_cfg", "timm_model_name", "fastvit_sa12", "must be a plain vision transformer, got 'fastvit_sa12'"),
     ],
 )
 def test_an_architecture_out_of_reach_is_refused(tmp_path, part, key, value, complaint):

@@ -24,7 +24,7 @@ from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import ViT
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -45,7 +45,7 @@ def half(vit: ViT) -> ViT:
 def step(vit: ViT) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Features, logits, loss and the gradient of deep prompts."""
     prompts = PROMPTS.to(vit.dtype).requires_grad_()
-    cls = vit.run(vit.embed(IMAGES), [VisionPrompt(prompts, tuple(range(DEPTH)))])["cls"]
+    cls = vit.run(vit.embed(IMAGES), [TokenPrompt(prompts, tuple(range(DEPTH)))])["cls"]
     logits = cls.float() @ HEAD.T / WIDTH**0.5
     loss = F.cross_entropy(logits, LABELS)
     return cls.detach(), logits.detach(), loss.detach(), torch.autograd.grad(loss, prompts)[0].float()
@@ -70,7 +70,7 @@ def test_features_predictions_loss_and_gradients_stay_close(
 def test_what_enters_and_leaves_an_autocast_backbone_is_float32() -> None:
     vit = EXACT.autocasting()
     tokens = vit.embed(IMAGES)
-    seen = vit.run(tokens, [VisionPrompt(PROMPTS, tuple(range(DEPTH)))], ("cls", "patches", "prompts"))
+    seen = vit.run(tokens, [TokenPrompt(PROMPTS, tuple(range(DEPTH)))], ("cls", "patches", "prompts"))
     found = [tokens, *vit.block_inputs(tokens), vit.read_early(tokens, 2), *seen.values()]
     assert {tensor.dtype for tensor in found} == {torch.float32}
     assert vit.dtype == torch.float32
@@ -79,7 +79,7 @@ def test_what_enters_and_leaves_an_autocast_backbone_is_float32() -> None:
 def test_a_method_that_is_called_in_a_pause_computes_in_full_precision() -> None:
     vit, seen = EXACT.autocasting(), []
 
-    def later(cls: Tensor) -> list[VisionPrompt]:
+    def later(cls: Tensor) -> list[TokenPrompt]:
         seen.append((torch.is_autocast_enabled("cpu"), cls.dtype))
         return []
 

@@ -13,7 +13,7 @@ from fedprompt.backbones.random_weights import random_vit
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import ViT
 from fedprompt.errors import FedpromptError
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +35,7 @@ def step(vit: ViT) -> tuple[Tensor, Tensor, int]:
     tokens = vit.embed(torch.randn(4, 3, 16, 16, generator=generator))
     prompts = (0.3 * torch.randn(DEPTH, 3, WIDTH, generator=generator)).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        cls = vit.run(tokens, [VisionPrompt(prompts, tuple(range(DEPTH)))])["cls"]
+        cls = vit.run(tokens, [TokenPrompt(prompts, tuple(range(DEPTH)))])["cls"]
     weighing = torch.linspace(-1, 1, cls.numel()).view_as(cls)
     (slope,) = torch.autograd.grad((cls * weighing).sum(), prompts)
     return cls.detach(), slope, sum(stored.values())

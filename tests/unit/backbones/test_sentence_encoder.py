@@ -17,12 +17,12 @@ from torch import Tensor
 from fedprompt.assets import ASSETS
 from fedprompt.backbones import load_backbone
 from fedprompt.backbones.catalog import TEXT_TOWER
-from fedprompt.backbones.sentence_encoder import SentenceEncoder
+from fedprompt.backbones.sentence_encoder import READ_SIZE, SentenceEncoder
 from fedprompt.backbones.tokenizer import letters
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError
 from fedprompt.io.files import cache_directory
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -71,6 +71,11 @@ def by_transformers(folder: Path, backbone: SentenceEncoder, pooling: str) -> Te
     return torch.stack(rows)
 
 
+def sized(rows: Tensor) -> Tensor:
+    """At the size in which sentences are read."""
+    return READ_SIZE * rows / rows.square().mean(-1, keepdim=True).sqrt()
+
+
 def pooling_of(folder: Path, **modes: bool) -> None:
     (folder / "1_Pooling").mkdir(exist_ok=True)
     stated = {"word_embedding_dimension": 24, **{f"pooling_mode_{mode}": used for mode, used in modes.items()}}
@@ -84,18 +89,25 @@ def test_a_folder_gives_what_transformers_gives(folder: Path, pooling: str, stem
     backbone = load_backbone(BackboneConfig(name=str(folder), max_tokens=36, stem=stem), folder)
     assert isinstance(backbone, SentenceEncoder)
     found = backbone.run(embedded(backbone))["cls"]
-    torch.testing.assert_close(found, by_transformers(folder, backbone, pooling), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, sized(by_transformers(folder, backbone, pooling)), rtol=0, atol=2e-5)
+
+
+THINGS = ("a ripe pear", "juicy melons and plums", "the engine of a car", "a truck with new tyres")
+
+
+def minilm(max_tokens: int) -> SentenceEncoder:
+    cache = cache_directory()
+    if not all((cache / ASSETS[name].file).is_file() for name in TEXT_TOWER):
+        pytest.skip("MiniLM is not in the cache: run `make assets`")
+    backbone = load_backbone(BackboneConfig(name="minilm", max_tokens=max_tokens), cache)
+    assert isinstance(backbone, SentenceEncoder)
+    return backbone
 
 
 @pytest.mark.assets
 def test_minilm_separates_things() -> None:
-    cache = cache_directory()
-    if not all((cache / ASSETS[name].file).is_file() for name in TEXT_TOWER):
-        pytest.skip("MiniLM is not in the cache: run `make assets`")
-    backbone = load_backbone(BackboneConfig(name="minilm", max_tokens=16), cache)
-    assert isinstance(backbone, SentenceEncoder)
-    sentences = ("a ripe pear", "juicy melons and plums", "the engine of a car", "a truck with new tyres")
-    rows = F.normalize(backbone.run(embedded(backbone, sentences))["cls"], dim=1)
+    backbone = minilm(max_tokens=16)
+    rows = F.normalize(backbone.run(embedded(backbone, THINGS))["cls"], dim=1)
     alike = rows @ rows.T
     assert min(alike[0, 1], alike[2, 3]) > max(alike[0, 2], alike[0, 3], alike[1, 2], alike[1, 3]) + 0.1
 
@@ -132,18 +144,18 @@ def test_prompts_at_every_block_equal_the_pass_of_one_sentence_without_padding(k
     backbone = tiny()
     drawn = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(1))
     prompts = (drawn if kind == "random" else torch.zeros_like(drawn)).requires_grad_()  # zeros are no padding
-    found = backbone.run(embedded(backbone), [VisionPrompt(prompts, (0, 1, 2))])["cls"]
-    naive = torch.stack([one_by_one(backbone, sentence, prompts) for sentence in SENTENCES])
+    found = backbone.run(embedded(backbone), [TokenPrompt(prompts, (0, 1, 2))])["cls"]
+    naive = sized(torch.stack([one_by_one(backbone, sentence, prompts) for sentence in SENTENCES]))
     torch.testing.assert_close(found, naive, rtol=0, atol=1e-5)
-    (got,) = torch.autograd.grad(found.square().sum(), prompts)
-    (wanted,) = torch.autograd.grad(naive.square().sum(), prompts)
+    (got,) = torch.autograd.grad(found[:, 0].sum(), prompts)
+    (wanted,) = torch.autograd.grad(naive[:, 0].sum(), prompts)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
     assert got.abs().max() > 1e-3
 
 
 def test_padding_changes_nothing() -> None:
     short, long = tiny(max_tokens=28), tiny(max_tokens=32)
-    prompt = VisionPrompt(torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2)), (0, 1))
+    prompt = TokenPrompt(torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2)), (0, 1))
     reads = ("cls", "patches", "prompts", "prompt_attention")
     few, many = (each.run(embedded(each), [prompt], reads) for each in (short, long))
     torch.testing.assert_close(few["cls"], many["cls"], rtol=0, atol=1e-5)
@@ -159,9 +171,48 @@ def test_rows_of_blocks_are_those_of_the_pass() -> None:
     inputs = backbone.block_inputs(tokens)
     whole = backbone.run(tokens)["cls"]
     for block in range(3):
-        torch.testing.assert_close(backbone.run(inputs[block], start=block)["cls"], whole, rtol=0, atol=1e-6)
-    torch.testing.assert_close(backbone.read_early(tokens, 3), whole, rtol=0, atol=1e-6)
-    assert backbone.blank_tokens().shape == (3, 32)
+        torch.testing.assert_close(backbone.run(inputs[block], start=block)["cls"], whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(backbone.read_early(tokens, 3), whole, rtol=0, atol=1e-5)
+
+
+def test_blank_tokens_are_the_mean_row_of_words_from_all_over_the_vocabulary() -> None:
+    backbone = tiny()
+    blank, known = backbone.blank_tokens(), len(backbone.weights["token.weight"])
+    sentences = [[backbone.start, *range(first, first + 28), backbone.end] for first in range(known - 27)]
+    inputs = backbone.block_inputs(backbone.embed(torch.tensor(sentences)))
+    everything = torch.stack([rows.mean((0, 1)) for rows in inputs])
+    assert blank.shape == everything.shape
+    assert F.cosine_similarity(blank, everything).min() > 0.9
+
+
+@pytest.mark.assets
+@torch.no_grad()
+def test_ten_blank_prompts_at_every_block_leave_what_minilm_reads() -> None:
+    backbone = minilm(max_tokens=32)
+    tokens = embedded(backbone, tuple(" and ".join(THINGS[i:] + THINGS[:i]) for i in range(4)))
+    plain = backbone.run(tokens)["cls"]
+    empty = torch.from_numpy(backbone.ids("")).unsqueeze(0)
+    no_words = torch.stack([rows[0, :2].mean(0) for rows in backbone.block_inputs(backbone.embed(empty))])
+    found = {}
+    for name, start in (("words", backbone.blank_tokens()), ("no words", no_words)):
+        prompt = TokenPrompt(start.unsqueeze(1).expand(-1, 10, -1), tuple(range(6)))
+        seen = backbone.run(tokens, [prompt], ("cls", "prompt_attention"))
+        found[name] = F.cosine_similarity(seen["cls"], plain).mean(), seen["prompt_attention"].mean()
+    assert found["words"][0] > 0.97 > 0.9 > found["no words"][0]
+    assert found["words"][1] < found["no words"][1] / 2
+
+
+@pytest.mark.parametrize("reads", ["cls", "patches"])
+def test_what_is_read_has_the_size_for_which_rates_were_chosen(reads: str) -> None:
+    backbone = tiny()
+    tokens = embedded(backbone, ("what about owls or swans now",))
+    words = 2 + len(backbone.tokenise("what about owls or swans now"))
+    rows = backbone.run(tokens, reads=(reads,))[reads][0]
+    size = (rows if reads == "cls" else rows[:words]).square().mean(-1).sqrt()
+    torch.testing.assert_close(size, torch.full_like(size, READ_SIZE), rtol=1e-4, atol=0)
+    for blocks in range(4):
+        size = backbone.read_early(tokens, blocks).square().mean().sqrt()
+        assert float(size) == pytest.approx(READ_SIZE, rel=1e-4)
 
 
 def test_long_sentences_are_cut_and_keep_their_end() -> None:

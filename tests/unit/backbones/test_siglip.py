@@ -24,7 +24,7 @@ from fedprompt.backbones.vit import READS, ViT
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, ConfigError
 from fedprompt.inference.attention_maps import watch_plain
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -178,7 +178,7 @@ def test_prompts_equal_rows_put_into_transformers_own_layers(tmp_path, blocks):
         rows = tower.post_layernorm(rows)
         expected = tower.head(rows)
         alone = tower.head(rows[:, held:].flatten(0, 1).unsqueeze(1)).unflatten(0, (3, 49))
-    found = ours.run(ours.embed(images), [VisionPrompt(tokens, blocks)], (*READS, "image", "image_patches"))
+    found = ours.run(ours.embed(images), [TokenPrompt(tokens, blocks)], (*READS, "image", "image_patches"))
     torch.testing.assert_close(found["cls"], expected, rtol=0, atol=1e-6)  # positions are resampled in float32
     torch.testing.assert_close(found["patches"], alone, rtol=0, atol=1e-6)
     torch.testing.assert_close(found["prompts"], rows[:, :held], rtol=0, atol=1e-6)

@@ -18,7 +18,7 @@ from fedprompt.backbones.random_weights import random_vit
 from fedprompt.backbones.shape import ViTShape, block_tensors
 from fedprompt.backbones.torch_compile import CompiledBlock
 from fedprompt.backbones.vit import ViT
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +44,7 @@ def step(vit: ViT, batch: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(batch)
     tokens = vit.embed(torch.randn(batch, 3, 16, 16, generator=generator))
     prompts = (0.3 * torch.randn(DEPTH, 3, WIDTH, generator=generator)).requires_grad_()
-    cls = vit.run(tokens, [VisionPrompt(prompts, tuple(range(DEPTH)))])["cls"]
+    cls = vit.run(tokens, [TokenPrompt(prompts, tuple(range(DEPTH)))])["cls"]
     weighing = torch.linspace(-1, 1, cls.numel()).view_as(cls)
     return cls.detach(), torch.autograd.grad((cls * weighing).sum(), prompts)[0]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedprompt.backbones import load_backbone
 from fedprompt.backbones.vit import READS, ViT
 from fedprompt.config import BackboneConfig
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -123,7 +123,7 @@ def test_prompts_stand_without_a_place_in_a_dinov3(tmp_path):
                 rows = torch.cat([rows[:, :1], fresh, rows[:, 1 + held :]], dim=1)
             rows = as_tensor(layer(rows, position_embeddings=places))
         expected = model.norm(rows)
-    found = vit.run(vit.embed(images), [VisionPrompt(tokens, blocks)], READS)
+    found = vit.run(vit.embed(images), [TokenPrompt(tokens, blocks)], READS)
     torch.testing.assert_close(found["cls"], expected[:, 0], rtol=0, atol=1e-6)  # its angles are in single precision
     torch.testing.assert_close(found["prompts"], expected[:, 1:4], rtol=0, atol=1e-6)
     torch.testing.assert_close(found["patches"], expected[:, 8:], rtol=0, atol=1e-6)

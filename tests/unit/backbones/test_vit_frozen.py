@@ -13,7 +13,7 @@ from fedprompt.backbones import catalog, load_backbone
 from fedprompt.backbones.random_weights import TINY_SHAPE, random_vit
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, ContractError
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +44,7 @@ def test_training_a_prompt_leaves_the_backbone_as_it_was():
     before = vit.digest()
     tokens = torch.zeros(1, 2, 32, requires_grad=True)
     optimiser = torch.optim.SGD([tokens], lr=1.0)
-    vit.run(vit.embed(torch.randn(2, 3, 16, 16)), [VisionPrompt(tokens, (0,))])["cls"].square().sum().backward()
+    vit.run(vit.embed(torch.randn(2, 3, 16, 16)), [TokenPrompt(tokens, (0,))])["cls"].square().sum().backward()
     optimiser.step()
     assert tokens.abs().max() > 0
     assert all(weight.grad is None for weight in vit.weights.values())

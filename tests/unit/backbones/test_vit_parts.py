@@ -16,7 +16,7 @@ from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import READS, ViT
 from fedprompt.config import BackboneConfig
 from fedprompt.errors import BackboneError, ContractError
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -58,7 +58,7 @@ def test_blocks_are_counted_behind_the_stem(stem: int, deep: bool) -> None:
     """Prompting block i behind a stem of s is prompting block s + i of the whole transformer."""
     vit = with_stem(stem)
     blocks = tuple(range(vit.depth if deep else 1))
-    prompt = VisionPrompt(random(len(blocks), 2, WIDTH), blocks)
+    prompt = TokenPrompt(random(len(blocks), 2, WIDTH), blocks)
     shifted = dataclasses.replace(prompt, blocks=tuple(stem + block for block in blocks))
     seen, expected = vit.run(vit.embed(IMAGES), [prompt], READS), naive_run(VIT, TOKENS, [shifted])[0]
     for name in READS:
@@ -76,7 +76,7 @@ def test_features_behind_a_stem_are_those_of_the_whole_transformer() -> None:
 def test_a_prompt_beyond_the_blocks_behind_the_stem_is_refused() -> None:
     vit = with_stem(3)
     with pytest.raises(ContractError, match=r"prompt\.blocks must be increasing and in 0\.\.0"):
-        vit.run(vit.embed(IMAGES), [VisionPrompt(random(1, 1, WIDTH), (1,))])
+        vit.run(vit.embed(IMAGES), [TokenPrompt(random(1, 1, WIDTH), (1,))])
 
 
 def test_a_stem_changes_the_digest() -> None:
@@ -97,10 +97,10 @@ def test_a_stem_that_leaves_no_block_is_refused(tmp_path) -> None:
 def test_prompts_that_join_at_a_pause_are_as_if_given_beforehand(block: int, stem: int) -> None:
     vit = with_stem(stem)
     tokens = vit.embed(IMAGES)
-    given = VisionPrompt(random(1, 2, WIDTH), (0,))
+    given = TokenPrompt(random(1, 2, WIDTH), (0,))
     joining = [
-        VisionPrompt(random(BATCH, vit.depth - block, 2, WIDTH, seed=4), tuple(range(block, vit.depth))),
-        VisionPrompt(random(1, 1, WIDTH, seed=5), (block,), mode="append"),
+        TokenPrompt(random(BATCH, vit.depth - block, 2, WIDTH, seed=4), tuple(range(block, vit.depth))),
+        TokenPrompt(random(1, 1, WIDTH, seed=5), (block,), mode="append"),
     ]
     paused = vit.run(tokens, [given], READS, pause=(block, lambda cls: joining))
     beforehand = vit.run(tokens, [given, *joining], READS)
@@ -112,10 +112,10 @@ def test_prompts_that_join_at_a_pause_are_as_if_given_beforehand(block: int, ste
 
 @pytest.mark.parametrize("block", range(DEPTH))
 def test_a_pause_shows_the_cls_row_that_enters_the_block(block: int) -> None:
-    prompt = VisionPrompt(random(1, 2, WIDTH), (0,))
+    prompt = TokenPrompt(random(1, 2, WIDTH), (0,))
     shown = []
 
-    def forward(cls: Tensor) -> list[VisionPrompt]:
+    def forward(cls: Tensor) -> list[TokenPrompt]:
         shown.append(cls)
         return []
 
@@ -132,8 +132,8 @@ def test_gradients_pass_through_a_pause() -> None:
     tokens = random(1, 1, WIDTH).requires_grad_()
     seen = VIT.run(
         TOKENS,
-        [VisionPrompt(tokens, (0,), after="drop")],
-        pause=(2, lambda cls: [VisionPrompt(cls[:, None, None], (2,))]),
+        [TokenPrompt(tokens, (0,), after="drop")],
+        pause=(2, lambda cls: [TokenPrompt(cls[:, None, None], (2,))]),
     )
     (found,) = torch.autograd.grad(seen["cls"][:, 0].sum(), tokens)
 
@@ -158,12 +158,12 @@ def test_a_pause_outside_the_pass_is_refused(block: int, start: int) -> None:
 @pytest.mark.parametrize(
     ("prompt", "complaint"),
     [
-        (VisionPrompt(random(1, 1, WIDTH), (1,)), r"prompt\.blocks must be increasing and in 2\.\.3"),
-        (VisionPrompt(random(1, 1, WIDTH + 1), (2,)), r"prompt\.tokens must be"),
-        (VisionPrompt(random(BATCH + 1, 1, 1, WIDTH), (2,)), r"prompt\.tokens must be"),
+        (TokenPrompt(random(1, 1, WIDTH), (1,)), r"prompt\.blocks must be increasing and in 2\.\.3"),
+        (TokenPrompt(random(1, 1, WIDTH + 1), (2,)), r"prompt\.tokens must be"),
+        (TokenPrompt(random(BATCH + 1, 1, 1, WIDTH), (2,)), r"prompt\.tokens must be"),
     ],
 )
-def test_a_prompt_that_joins_where_it_cannot_is_refused(prompt: VisionPrompt, complaint: str) -> None:
+def test_a_prompt_that_joins_where_it_cannot_is_refused(prompt: TokenPrompt, complaint: str) -> None:
     with pytest.raises(ContractError, match=complaint):
         VIT.run(TOKENS, pause=(2, lambda cls: [prompt]))
 
@@ -228,7 +228,7 @@ def fitting(name: str, seed: int = 7) -> Tensor:
 )
 def test_what_is_added_counts_in_values_and_gradients(name: str) -> None:
     change = fitting(name).requires_grad_()
-    prompt = VisionPrompt(random(DEPTH, 2, WIDTH), tuple(range(DEPTH)))
+    prompt = TokenPrompt(random(DEPTH, 2, WIDTH), tuple(range(DEPTH)))
     summed = dataclasses.replace(VIT, weights=VIT.weights | {name: VIT.weights[name] + change})
     found = VIT.with_added({name: change}).run(TOKENS, [prompt])["cls"]
     expected = naive_run(summed, TOKENS, [prompt])[0]["cls"]

@@ -11,7 +11,7 @@ from fedprompt.backbones.random_weights import random_vit
 from fedprompt.backbones.shape import ViTShape
 from fedprompt.backbones.vit import READS, ViT
 from fedprompt.errors import ContractError
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -47,11 +47,11 @@ def random_tokens(vit: ViT, batch: int = BATCH) -> Tensor:
     return vit.embed(torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(2)))
 
 
-def random_prompts(style: str, per_sample: bool, rows: int = 2) -> list[VisionPrompt]:
+def random_prompts(style: str, per_sample: bool, rows: int = 2) -> list[TokenPrompt]:
     generator = torch.Generator().manual_seed(3)
     lead = (BATCH,) if per_sample else ()
     return [
-        VisionPrompt(
+        TokenPrompt(
             torch.randn(*lead, len(blocks), rows, WIDTH, generator=generator, dtype=torch.float64).requires_grad_(),
             tuple(blocks),
             mode,
@@ -61,7 +61,7 @@ def random_prompts(style: str, per_sample: bool, rows: int = 2) -> list[VisionPr
     ]
 
 
-def gradients(seen: dict[str, Tensor], prompts: list[VisionPrompt]) -> list[Tensor | None]:
+def gradients(seen: dict[str, Tensor], prompts: list[TokenPrompt]) -> list[Tensor | None]:
     loss = sum(
         (value * torch.linspace(-1, 1, value.numel(), dtype=value.dtype).view_as(value)).sum()
         for value in seen.values()
@@ -90,7 +90,7 @@ def test_prompted_pass_equals_the_naive_one_in_values_and_gradients(kind, style,
 
 def test_the_shortcuts_hold_in_single_precision_to_1e_5():
     vit = random_vit(SHAPES["registers"], seed=1)
-    prompt = VisionPrompt(
+    prompt = TokenPrompt(
         0.3 * torch.randn(DEPTH, 3, WIDTH, generator=torch.Generator().manual_seed(0)), tuple(range(DEPTH))
     )
     tokens = random_tokens(vit)
@@ -107,7 +107,7 @@ def test_deep_prompts_receive_a_gradient_at_every_block():
 def test_zero_prompt_tokens_equal_the_plain_pass():
     vit = double_vit()
     tokens = random_tokens(vit)
-    nothing = VisionPrompt(torch.zeros(DEPTH, 0, WIDTH, dtype=torch.float64), tuple(range(DEPTH)))
+    nothing = TokenPrompt(torch.zeros(DEPTH, 0, WIDTH, dtype=torch.float64), tuple(range(DEPTH)))
     torch.testing.assert_close(vit.run(tokens, [nothing])["cls"], vit.run(tokens)["cls"], rtol=0, atol=0)
 
 
@@ -121,21 +121,21 @@ def test_prompts_change_the_cls_row():
 def test_shallow_equals_deep_with_depth_one():
     vit, (shallow,) = double_vit(), random_prompts("shallow", per_sample=False)
     tokens = random_tokens(vit)
-    deep = VisionPrompt(shallow.tokens, tuple(range(1)))
+    deep = TokenPrompt(shallow.tokens, tuple(range(1)))
     torch.testing.assert_close(vit.run(tokens, [deep])["cls"], vit.run(tokens, [shallow])["cls"], rtol=0, atol=0)
 
 
 def test_the_order_of_prompt_tokens_does_not_matter():
     vit, (prompt,) = double_vit(), random_prompts("deep", per_sample=False, rows=5)
     tokens = random_tokens(vit)
-    shuffled = VisionPrompt(prompt.tokens[:, [3, 1, 4, 0, 2]], prompt.blocks)
+    shuffled = TokenPrompt(prompt.tokens[:, [3, 1, 4, 0, 2]], prompt.blocks)
     torch.testing.assert_close(vit.run(tokens, [shuffled])["cls"], vit.run(tokens, [prompt])["cls"], rtol=0, atol=1e-12)
 
 
 def test_two_slots_equal_one_slot_with_both_their_rows():
     vit, (prompt,) = double_vit(), random_prompts("deep", per_sample=False, rows=4)
     tokens = random_tokens(vit)
-    halves = [VisionPrompt(part, prompt.blocks) for part in prompt.tokens.split([1, 3], dim=1)]
+    halves = [TokenPrompt(part, prompt.blocks) for part in prompt.tokens.split([1, 3], dim=1)]
     torch.testing.assert_close(vit.run(tokens, halves)["cls"], vit.run(tokens, [prompt])["cls"], rtol=0, atol=1e-12)
 
 
@@ -144,10 +144,10 @@ def test_a_batch_that_mixes_clients_equals_each_client_alone():
     tokens = random_tokens(vit, batch=6)
     clients = torch.randn(3, DEPTH, 2, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     blocks = tuple(range(DEPTH))
-    folded = vit.run(tokens, [VisionPrompt(clients.repeat_interleave(2, dim=0), blocks)])["cls"]
-    runs = vit.run(tokens, [VisionPrompt(clients, blocks)])["cls"]
+    folded = vit.run(tokens, [TokenPrompt(clients.repeat_interleave(2, dim=0), blocks)])["cls"]
+    runs = vit.run(tokens, [TokenPrompt(clients, blocks)])["cls"]
     torch.testing.assert_close(runs, folded, rtol=0, atol=1e-12)
-    alone = [vit.run(tokens[2 * i : 2 * i + 2], [VisionPrompt(clients[i], blocks)])["cls"] for i in range(3)]
+    alone = [vit.run(tokens[2 * i : 2 * i + 2], [TokenPrompt(clients[i], blocks)])["cls"] for i in range(3)]
     torch.testing.assert_close(folded, torch.cat(alone), rtol=0, atol=1e-12)
 
 
@@ -171,7 +171,7 @@ def test_rows_alive_after_the_last_block(style, alive):
 def test_an_appending_slot_reads_its_oldest_rows_first():
     vit, (prompt,) = double_vit(), random_prompts("appended", per_sample=False)
     tokens = random_tokens(vit)
-    split = [VisionPrompt(prompt.tokens[i : i + 1], (block,)) for i, block in enumerate(prompt.blocks)]
+    split = [TokenPrompt(prompt.tokens[i : i + 1], (block,)) for i, block in enumerate(prompt.blocks)]
     together = vit.run(tokens, [prompt], ("prompts",))["prompts"]
     torch.testing.assert_close(together, vit.run(tokens, split, ("prompts",))["prompts"], rtol=0, atol=1e-12)
 
@@ -187,7 +187,7 @@ def test_reading_only_cls_equals_reading_everything():
 def test_starting_at_a_block_with_its_kept_input_equals_the_whole_pass():
     vit = double_vit()
     tokens = random_tokens(vit)
-    prompt = VisionPrompt(random_prompts("shallow", False)[0].tokens.repeat(2, 1, 1), (2, 3))
+    prompt = TokenPrompt(random_prompts("shallow", False)[0].tokens.repeat(2, 1, 1), (2, 3))
     (kept,) = vit.block_inputs(tokens, [2])
     torch.testing.assert_close(
         vit.run(kept, [prompt], start=2)["cls"], vit.run(tokens, [prompt])["cls"], rtol=0, atol=1e-12
@@ -197,7 +197,7 @@ def test_starting_at_a_block_with_its_kept_input_equals_the_whole_pass():
 @pytest.mark.parametrize("blocks", [(), (1, 0), (0, 0), (-1,), (DEPTH,)])
 def test_blocks_must_increase_and_exist(blocks):
     vit = double_vit()
-    prompt = VisionPrompt(torch.zeros(len(blocks), 1, WIDTH, dtype=torch.float64), blocks)
+    prompt = TokenPrompt(torch.zeros(len(blocks), 1, WIDTH, dtype=torch.float64), blocks)
     with pytest.raises(ContractError, match=r"prompt\.blocks must be increasing"):
         vit.run(random_tokens(vit), [prompt])
 
@@ -208,7 +208,7 @@ def test_blocks_must_increase_and_exist(blocks):
 def test_tokens_must_fit_blocks_width_and_batch(size):
     vit = double_vit()
     with pytest.raises(ContractError, match=r"prompt\.tokens must be"):
-        vit.run(random_tokens(vit), [VisionPrompt(torch.zeros(size, dtype=torch.float64), (0,))])
+        vit.run(random_tokens(vit), [TokenPrompt(torch.zeros(size, dtype=torch.float64), (0,))])
 
 
 def test_a_prompt_below_the_starting_block_is_refused():

@@ -24,7 +24,7 @@ from fedprompt.features.image_bank import ImageBank
 from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.methods.pfedbayespt import PFedBayesPT
 from fedprompt.modules.contexts import TextContext
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import Stream
 from fedprompt.runs.run import Run
 from fedprompt.tensors import Tensors
@@ -178,9 +178,9 @@ class Asks(Method):
     block: int = 0
 
     def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-        slots = (VisionPrompt(torch.zeros(1, self.tokens, world.width), (self.block,)),)
+        slots = (TokenPrompt(torch.zeros(1, self.tokens, world.width), (self.block,)),)
         text = {str(number): TextContext(torch.zeros(4, 8)) for number in range(self.contexts)}
-        return Prompts(vision=slots, repeat=self.draws, text=text)
+        return Prompts(tokens=slots, repeat=self.draws, text=text)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_what_was_asked_before_does_not_decide_for_clients_that_look_different()
     @dataclass(frozen=True)
     class AsItIs(Method):
         def prompts(self, world: World, params: Tensors, batch: Batch, noise: Tensors) -> Prompts:
-            return Prompts(vision=(VisionPrompt(params["prompt"], (0,)),), repeat=1 if batch.training else 3)
+            return Prompts(tokens=(TokenPrompt(params["prompt"], (0,)),), repeat=1 if batch.training else 3)
 
     one: Any = Held(np.arange(1), torch.zeros(1, dtype=torch.long))
     short, long = ({"prompt": torch.zeros(1, rows, 8)} for rows in (2, 7))

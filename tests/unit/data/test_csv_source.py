@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -147,3 +148,47 @@ def test_a_damaged_image_is_told_by_its_file(root, cache):
     with pytest.raises(DataError, match=r"image must be readable: .*0\.png"):
         source.image(0)
     assert np.asarray(source.image(1)).shape == (4, 6, 3)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """An image outside the folder, grey value 99, and a text that is none of its business."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    Image.new("RGB", (6, 4), (99,) * 3).save(folder / "other.png")
+    (folder / "secret").write_text("password: 1234")
+    return folder
+
+
+@pytest.mark.parametrize("text", ["../elsewhere/other.png", "{elsewhere}/other.png", "a/../../elsewhere/other.png"])
+def test_the_table_cannot_name_what_is_outside_the_folder(root, cache, elsewhere, text):
+    path = listed(root, f"path,label\n0.png,a\n{text.format(elsewhere=elsewhere)},b\n")
+    with pytest.raises(DataError, match="row 1: path must be inside the folder of the CSV file"):
+        opened(path, cache)
+
+
+def test_links_are_followed_as_in_folders_of_images_and_other_files_are_not_shown(root, cache, elsewhere):
+    for folder in (root, root / "tree" / "a", root / "tree" / "b"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "link.png").symlink_to(elsewhere / "other.png")
+        (folder / "text.png").symlink_to(elsewhere / "secret")
+    table = opened(listed(root, "path,label\nlink.png,a\ntext.png,b\n"), cache)
+    tree = opened(root / "tree", cache)
+    for source in (table, tree):
+        assert source.image(0).getpixel((0, 0)) == (99, 99, 99)
+        with pytest.raises(DataError, match=r"text.png: it is none of PNG") as told:
+            source.image(1)
+        assert "password" not in str(told.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+@pytest.mark.parametrize("kind", ["pipe", "link to a device"])
+def test_what_would_be_read_without_end_is_refused(root, cache, kind):
+    """Both hung for ever when the folder was opened; an archive can hold them."""
+    odd = root / "tree" / "a" / "odd.png"
+    odd.parent.mkdir(parents=True)
+    os.mkfifo(odd) if kind == "pipe" else odd.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"data\.source must hold plain files"):
+        opened(root / "tree", cache)
+    with pytest.raises(DataError, match="path must be a file in"):
+        opened(listed(root, "path,label\n0.png,a\ntree/a/odd.png,b\n"), cache)

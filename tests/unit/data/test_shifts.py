@@ -114,6 +114,7 @@ def test_two_tests_of_names_are_refused() -> None:
 
 
 def test_simulated_nodes_are_not_tested_on_another_set(settings: Any) -> None:
+    pytest.importorskip("ray")
     names = {"data": {"source": "tiny", "other_set": "tiny"}, "backbone": {"name": "tiny-clip"}, "method": "promptfl"}
     with pytest.raises(ConfigError, match=r"data\.other_set must be absent with engine\.kind: flower-simulation"):
         run(settings(engine={"kind": "flower-simulation"}, **names))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedprompt.core import wire
 from fedprompt.core.messages import LocalUpdate
-from fedprompt.engines.framing import HEADER_BYTES, Frame
+from fedprompt.engines.framing import HEADER_BYTES, MOST_MARKS, Frame
 from fedprompt.engines.remote.protocol import (
     LONGEST_TEXT,
     MOST_NUMBER,
@@ -363,3 +363,12 @@ def test_an_order_with_tensors_that_are_none_is_refused() -> None:
     for tensors in (b"", b"junk", frame.tensors[:-1], frame.tensors + b"\0"):
         with pytest.raises(ValueError, match="stored tensors are damaged"):
             Order.from_bytes(Frame(frame.header, tensors).to_bytes())
+
+
+@pytest.mark.parametrize("values", [b"[],", b'{"":0},', b"0,"])
+def test_a_header_of_very_many_values_is_refused_before_it_is_read(values: bytes) -> None:
+    """64 MB of empty lists are some gigabytes in memory."""
+    header = b'{"format": [' + values * (MOST_MARKS // 2) + values * (MOST_MARKS // 2) + b"0]}"
+    blob = b"".join(size.to_bytes(8, "little") for size in (len(header), 0)) + header
+    with pytest.raises(ValueError, match=f"at most {MOST_MARKS} values"):
+        Order.from_bytes(blob)

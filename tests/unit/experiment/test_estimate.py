@@ -81,6 +81,22 @@ def test_features_that_are_computed_already_are_not_waited_for_again(settings: A
     assert experiment(asked).estimate().features == 0.0
 
 
+def test_augmented_images_are_no_features_to_wait_for_once_and_the_estimate_says_so(settings: Any) -> None:
+    asked = {"partition": RAGGED, "method": {"name": "head_tune"}}
+    plain, changed = (runtime_of(settings(**asked, train=train)) for train in ({}, {"random_flip": 0.5}))
+    images = {name: runtime.bank.sizes("train").sum() for name, (_, runtime) in (("plain", plain), ("new", changed))}
+    waited = {}
+    for name, (config, runtime) in (("plain", plain), ("new", changed)):
+        probe = _Probe(config, runtime, [0])
+        for stage in runtime.method.stages(runtime.world, config.train):
+            probe.step(stage)
+        waited[name] = sum(map(len, (each for lists in probe._names.values() for each in lists)))
+    assert waited == {"plain": images["plain"], "new": 0}
+    told = "those of augmented images in every step"
+    assert told in estimate_module.estimate(*changed, [0]).sentence()
+    assert told not in estimate_module.estimate(*plain, [0]).sentence()
+
+
 def test_a_short_run_is_not_estimated(settings: Any) -> None:
     assert not may_be_long(*runtime_of(settings()))
     assert may_be_long(*runtime_of(settings(federation={"rounds": 100_000}, train={"epochs": 100})))

@@ -25,7 +25,7 @@ from fedprompt.errors import ConfigError, RunError, StorageError
 from fedprompt.experiment import Experiment, profile_tables, profiling
 from fedprompt.experiment.profiling import FRAMEWORK, OF_METHODS, POINTS, Profile, Round, Spent
 from fedprompt.federation.loop import Federation
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.runs.run import Run
 from fedprompt.runs.tables import FILE
 
@@ -235,7 +235,7 @@ def test_hooks_leave_gradients_alone():
     prompt = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
 
     def gradient() -> torch.Tensor:
-        seen = vit.run(tokens, [VisionPrompt(prompt, (0,))])["cls"]
+        seen = vit.run(tokens, [TokenPrompt(prompt, (0,))])["cls"]
         return torch.autograd.grad(seen.square().sum(), prompt)[0]
 
     plain = gradient()

@@ -11,13 +11,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from remote_run import tiny_settings
+from remote_run import SiteRecorder, exported, sites_with, tiny_settings
 from support import content, run
 
 from fedprompt.config import parse
 from fedprompt.config.registries import TRACKERS
+from fedprompt.engines.remote.site_policy import SitePolicy
 from fedprompt.errors import ConfigError
 from fedprompt.experiment import Experiment, tracking
+from fedprompt.experiment.sites import SitesExperiment
 from fedprompt.experiment.tracking import Tracked, Tracker
 from fedprompt.federation.observer import EVENTS, Observer, Several
 from fedprompt.runs.run import Run
@@ -78,6 +80,7 @@ class Broken(Tracker):
 
 
 REPORT = tracking.write_report
+FLOAT = 1  # how TensorBoard calls single precision
 
 
 def no_report(runs: Any, folder: Path) -> Any:
@@ -113,6 +116,7 @@ class TestTensorBoard:
         found = events.EventAccumulator(str(done.directory / "trackers/tensorboard"), size_guidance={"tensors": 0})
         found.Reload()
         tags = [tag for tag in found.Tags()["tensors"] if tag.partition("/")[0] in ("round", "client")]
+        assert {e.tensor_proto.dtype for tag in tags for e in found.Tensors(tag)} == {FLOAT}, "it shows no other kind"
         tensors = pytest.importorskip("tensorboard.util.tensor_util")
         return {
             tag: [(e.step, float(tensors.make_ndarray(e.tensor_proto))) for e in found.Tensors(tag)] for tag in tags
@@ -123,7 +127,7 @@ class TestTensorBoard:
         done = run(settings(tmp_path, "tensorboard"))
         found = self.read(done)
         for tag, values in expected(done).items():
-            assert dict(found[tag]) == pytest.approx(values, abs=1e-7)
+            assert dict(found[tag]) == pytest.approx(values, rel=1e-6)
         assert "client/client_3/accuracy" in found
 
     def test_a_resumed_run_repeats_no_step(self, tmp_path: Path) -> None:
@@ -177,6 +181,46 @@ class TestAnyTracker:
         assert list(Kept.all[0].steps) == [0, 1, 2]
         (said,) = [line for line in notes.said if "tracker" in line]
         assert said == "tracker broken failed and gets nothing more of this run: ConnectionError: nobody is there"
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> SiteRecorder:
+    ground = tmp_path_factory.mktemp("sites")
+    files = exported(tiny_settings(ground, "tracked"), ground / "images")
+    return SiteRecorder(sites_with(files, ground / "nodes", policy=SitePolicy()))
+
+
+class TestFederationOfSites:
+    """`federate run`: the server's own business, which no site hears of."""
+
+    def federated(self, sites: SiteRecorder, values: dict[str, Any], **options: Any) -> Run:
+        return SitesExperiment({**values, "engine": {"kind": "flower"}}).federate(sites, **options)
+
+    def test_gives_its_trackers_the_values_of_the_run_file(self, tmp_path: Path, sites: SiteRecorder) -> None:
+        done = self.federated(sites, settings(tmp_path, "kept", "tensorboard"))
+        wanted = expected(done)
+        assert "client/client_3/accuracy" in wanted
+        (kept,) = Kept.all
+        found = TestTensorBoard().read(done)
+        for tag, values in wanted.items():
+            assert {step: got[tag] for step, got in kept.steps.items() if tag in got} == values
+            assert dict(found[tag]) == pytest.approx(values, rel=1e-6)
+        assert kept.closed == 1
+        assert not [order for _, order in sites.orders if b"tensorboard" in order], "no site hears of it"
+
+    def test_resumed_repeats_no_step(self, tmp_path: Path, sites: SiteRecorder) -> None:
+        values = settings(tmp_path, "kept", rounds=3)
+        with pytest.raises(KeyboardInterrupt):
+            self.federated(sites, values, observer=Stop(before=2))
+        self.federated(sites, values, resume=True)
+        first, second = Kept.all
+        assert (list(first.steps), list(second.steps)) == ([0, 1], [2, 3])
+
+    def test_goes_on_without_a_tracker_that_fails(self, tmp_path: Path, sites: SiteRecorder) -> None:
+        notes = Notes()
+        done = self.federated(sites, settings(tmp_path, "broken"), observer=notes)
+        assert len(done.history()) == 2
+        assert [line for line in notes.said if line.startswith("tracker broken failed")]
 
 
 class TestSettings:

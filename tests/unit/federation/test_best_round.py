@@ -283,6 +283,7 @@ def test_sites_and_simulated_nodes_are_refused(settings: Make) -> None:
     values = config(settings)
     with pytest.raises(ConfigError, match=r"data.validation must be absent where clients are sites"):
         SitesExperiment({**values, "engine": "flower"})
+    pytest.importorskip("ray")
     with pytest.raises(ConfigError, match=r"federation.evaluate_on must be test with engine.kind: flower-simulation"):
         support.run({**values, "engine": "flower-simulation"})
 

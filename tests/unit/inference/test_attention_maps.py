@@ -15,7 +15,7 @@ from fedprompt.backbones.random_weights import TINY_CLIP_SHAPE, TINY_SHAPE, rand
 from fedprompt.backbones.shape import ViTShape, block_tensors
 from fedprompt.backbones.vit import ViT
 from fedprompt.inference.attention_maps import attention_weights, run_watched, watch_plain
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -26,11 +26,11 @@ SHAPES = {
 }
 PROMPTS = {
     "none": (),
-    "shallow": (VisionPrompt(torch.randn(1, 2, 32), (0,)),),
-    "deep, for each image": (VisionPrompt(torch.randn(2, 3, 2, 32), (0, 1, 2)),),
+    "shallow": (TokenPrompt(torch.randn(1, 2, 32), (0,)),),
+    "deep, for each image": (TokenPrompt(torch.randn(2, 3, 2, 32), (0, 1, 2)),),
     "two slots, one dropped": (
-        VisionPrompt(torch.randn(2, 1, 32), (0, 1), mode="append"),
-        VisionPrompt(torch.randn(1, 2, 32), (1,), after="drop"),
+        TokenPrompt(torch.randn(2, 1, 32), (0, 1), mode="append"),
+        TokenPrompt(torch.randn(1, 2, 32), (1,), after="drop"),
     ),
 }
 
@@ -76,7 +76,7 @@ def test_attention_of_cls_applied_to_the_values_gives_the_output_of_the_last_blo
     """By the formula, with CLS, extra tokens, patches and prompts in the order in which they are said to be."""
     vit = backbone(kind)
     prompt = PROMPTS["shallow"]
-    deep = VisionPrompt(torch.randn(1, 2, 32), (2,))
+    deep = TokenPrompt(torch.randn(1, 2, 32), (2,))
     _, attention = run_watched(vit, images, (*prompt, deep))
     seen = vit.run(vit.embed(images), (*prompt, deep), ("cls",))["cls"]
     rows = _inputs_of_the_last_block(vit, images, prompt, deep)
@@ -95,9 +95,7 @@ def _scaled(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return x * weights[name] if name in weights else x
 
 
-def _inputs_of_the_last_block(
-    vit: ViT, images: Tensor, shallow: tuple[VisionPrompt, ...], deep: VisionPrompt
-) -> Tensor:
+def _inputs_of_the_last_block(vit: ViT, images: Tensor, shallow: tuple[TokenPrompt, ...], deep: TokenPrompt) -> Tensor:
     """[image, carried prompts, new prompts] before block 2."""
     fresh = shallow[0].tokens[0].expand(2, -1, -1)
     fresh = layers.norm(vit.weights, "ln_pre", fresh, vit.shape.norm_eps) if vit.shape.ln_pre else fresh

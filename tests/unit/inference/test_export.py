@@ -29,7 +29,7 @@ from fedprompt.inference.static_prompts import tangent
 from fedprompt.inference.trained_client import TrainedClient
 from fedprompt.inference.transformers_model import as_transformers, check_same
 from fedprompt.methods.pep_fedpt import PEPFedPT
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 
 pytestmark = pytest.mark.unit
 
@@ -193,14 +193,14 @@ class TestPlaces:
 
     def test_deep_prompts_are_replaced_before_every_layer(self) -> None:
         tokens = torch.randn(3, 2, 32)
-        found, order = places((VisionPrompt(tokens, (0, 1, 2)),), random_vit())
+        found, order = places((TokenPrompt(tokens, (0, 1, 2)),), random_vit())
         assert all(torch.equal(found[f"enter.{number}"], tokens[number]) for number in range(3))
         assert all(found[f"keep.{number}"].tolist() == list(range(17)) for number in range(3))
         assert order == [17, 18]
 
     def test_appended_prompts_stay_and_a_dropped_slot_leaves(self) -> None:
-        growing = VisionPrompt(torch.randn(2, 1, 32), (0, 2), mode="append")
-        leaving = VisionPrompt(torch.randn(1, 2, 32), (0,), after="drop")
+        growing = TokenPrompt(torch.randn(2, 1, 32), (0, 2), mode="append")
+        leaving = TokenPrompt(torch.randn(1, 2, 32), (0,), after="drop")
         found, order = places((growing, leaving), random_vit())
         assert found["keep.1"].tolist() == [*range(17), 17]
         assert found["enter.1"].shape == (0, 32)
@@ -209,7 +209,7 @@ class TestPlaces:
         assert order == [17, 18]
 
     def test_layers_are_counted_with_the_stem(self) -> None:
-        slot = VisionPrompt(torch.randn(1, 2, 32), (0,))
+        slot = TokenPrompt(torch.randn(1, 2, 32), (0,))
         found, _ = places((slot,), dataclasses.replace(random_vit(), stem=2))
         assert set(found) == {"keep.2", "enter.2"}
 

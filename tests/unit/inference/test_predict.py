@@ -36,6 +36,18 @@ def damaged() -> Image.Image:
 BAD = Item("bad.png", damaged)
 
 
+def test_texts_are_called_texts() -> None:
+    row = Row("new.csv:0", "good", (("good", 0.9), ("bad", 0.1)), 0.3, item="text")
+    assert row.to_json()["text"] == "new.csv:0"
+    assert "image" not in row.to_json()
+    assert next(iter(table_lines([row], ["good", "bad"], 1))).split()[0] == "text"
+    assert next(iter(csv_lines([row], 1, "text"))).startswith("text,label,")
+    tally = Tally(frozenset({"good"}), "text")
+    tally.add(row)
+    assert tally.sentence() == "1 text, accuracy 100.0 % (1 of 1 with a label)"
+    assert tally.to_json()["texts"] == 1
+
+
 def test_a_row_has_the_most_likely_classes_of_what_the_client_says(client: TrainedClient) -> None:
     (row,) = predictions(client, [picture(3, "disc")], top=2)
     shares = client.probabilities([SOURCE.image(3)])[0]
@@ -43,12 +55,12 @@ def test_a_row_has_the_most_likely_classes_of_what_the_client_says(client: Train
     assert row.top[0] == (client.class_names[best], pytest.approx(float(shares[best])))
     assert [share for _, share in row.top] == sorted(shares.tolist(), reverse=True)[:2]
     assert row.entropy == pytest.approx(-sum(share * math.log(share) for share in shares.tolist()))
-    assert (row.image, row.label, row.mutual_information, row.error) == ("3.png", "disc", None, None)
+    assert (row.name, row.label, row.mutual_information, row.error) == ("3.png", "disc", None, None)
 
 
 def test_a_bad_picture_takes_nothing_from_the_others(client: TrainedClient) -> None:
     with_bad = list(predictions(client, [BAD, picture(0), BAD, picture(1)]))
-    assert [row.image for row in with_bad] == ["bad.png", "0.png", "bad.png", "1.png"]
+    assert [row.name for row in with_bad] == ["bad.png", "0.png", "bad.png", "1.png"]
     assert [row.error for row in with_bad] == [str(_error()), None, str(_error()), None]
     assert [with_bad[1], with_bad[3]] == list(predictions(client, [picture(0), picture(1)]))
 

@@ -138,7 +138,7 @@ def test_an_image_gets_the_same_alone_and_in_a_batch(settings: Any) -> None:
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     single = FedVPT(prompt_tokens=2, depth=None)
     for i in range(6):
-        prompt = single.prompts(bench.world, {"prompt": params["pool.prompts"][i]}, None, {}).vision  # type: ignore[arg-type]
+        prompt = single.prompts(bench.world, {"prompt": params["pool.prompts"][i]}, None, {}).tokens  # type: ignore[arg-type]
         cls = bench.backbone.run(bench.images.tokens(positions[i : i + 1]), prompt)["cls"]
         expected = cls @ params["pool.head.weight"][i].T + params["pool.head.bias"][i]
         torch.testing.assert_close(together[i : i + 1], expected, atol=1e-5, rtol=1e-5)
@@ -179,8 +179,8 @@ def test_picks_weights_and_similarities_in_numbers() -> None:
     given = method.prompts(world, params, batch, {})
     assert given.extra["weights"].tolist() == [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
     torch.testing.assert_close(given.extra["similarity"], torch.tensor([0.8 + 0.6, 0.8 + 0.6]))
-    assert given.vision[0].tokens[:, 0, 0, 0].tolist() == [0.5, 1.5]
-    assert given.vision[0].blocks == (0, 1, 2)
+    assert given.tokens[0].tokens[:, 0, 0, 0].tolist() == [0.5, 1.5]
+    assert given.tokens[0].blocks == (0, 1, 2)
     mean = replace(method, similarity="mean").prompts(world, params, batch, {})
     torch.testing.assert_close(mean.extra["similarity"], torch.tensor([0.7, 0.7]))
     longer = {**params, "pool.keys": params["pool.keys"] * torch.tensor([[9.0], [0.1], [3.0]])}
@@ -280,3 +280,59 @@ def test_the_whole_pool_goes_up(settings: Any) -> None:
 def test_settings_that_cannot_work_are_refused(settings: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(settings(method={"name": "fedins", **changes}))
+
+
+# scales and shifts
+
+
+def test_scales_and_shifts_of_an_image_are_the_mean_of_its_sets_in_its_own_transformer(settings: Any) -> None:
+    bench, positions = Bench(settings(), FedIns(form="ssf", pool=6, picks=2)), torch.arange(5)
+    logits = bench.logits(bench.params, positions)
+    cosines = torch.nn.functional.cosine_similarity(
+        bench.queries(positions)[:, None], bench.params["pool.keys"][None], dim=-1
+    )
+    for row, picked in enumerate(cosines.topk(2).indices):
+        weights = dict(bench.backbone.weights)
+        for name in bench.world.operations:
+            scale, shift = bench.params[f"pool.ssf.{name}"][picked].mean(0)
+            weight = weights[name + ".weight"]
+            weights[name + ".weight"] = weight * scale.reshape(-1, *[1] * (weight.dim() - 1))
+            weights[name + ".bias"] = weights[name + ".bias"] * scale + shift
+        own = replace(bench.backbone, weights=weights)
+        pixels = normalise(
+            bench.images.store.pixels(bench.images.indices[row : row + 1]),
+            own.mean,
+            own.std,
+            torch.float32,
+            torch.device("cpu"),
+        )
+        feature = own.run(own.embed(pixels))["cls"][0]
+        heads, biases = bench.params["pool.head.weight"][picked], bench.params["pool.head.bias"][picked]
+        expected = (heads @ feature + biases).mean(0)
+        torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_every_operation_of_a_picked_set_learns_and_the_others_do_not(settings: Any) -> None:
+    bench = Bench(settings(), FedIns(form="ssf", pool=4, picks=1, key_weight=0.0))
+    _, found = bench.gradients(bench.params, torch.arange(6))
+    cosines = bench.queries(torch.arange(6)) @ torch.nn.functional.normalize(bench.params["pool.keys"], dim=-1).T
+    picked = set(cosines.argmax(-1).tolist())
+    for name in bench.world.operations:
+        moved = set(found[f"pool.ssf.{name}"].abs().amax((1, 2)).nonzero().flatten().tolist())
+        assert moved == picked, name
+
+
+def test_scales_start_near_one_and_shifts_near_zero(settings: Any) -> None:
+    shared = Bench(settings(), FedIns(form="ssf")).world.roles.shared
+    sets = torch.cat([tensor.flatten(2) for name, tensor in shared.items() if "ssf" in name], dim=-1)
+    assert "pool.prompts" not in shared
+    assert abs(float(sets[:, 0].mean()) - 1) < 0.002
+    assert abs(float(sets[:, 1].mean())) < 0.002
+    assert float(sets[:, 0].std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_depth_limits_the_blocks_that_are_scaled(settings: Any) -> None:
+    shared = Bench(settings(), FedIns(form="ssf", depth=1)).world.roles.shared
+    blocks = {name.split(".")[3] for name in shared if name.startswith("pool.ssf.blocks")}
+    assert blocks == {"0"}
+    assert {"pool.ssf.patch", "pool.ssf.norm"} <= set(shared)

@@ -23,7 +23,7 @@ from fedprompt.features.image_bank import ImageBank
 from fedprompt.methods.fedmaple import FedMaPLe
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.modules.contexts import Language
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
@@ -53,8 +53,8 @@ def count(tensors: Tensors) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def vision_of(method: FedMaPLe, world: World, params: Tensors) -> VisionPrompt:
-    (slot,) = method.prompts(world, params, Batch(torch.zeros(3, dtype=torch.long)), {}).vision
+def vision_of(method: FedMaPLe, world: World, params: Tensors) -> TokenPrompt:
+    (slot,) = method.prompts(world, params, Batch(torch.zeros(3, dtype=torch.long)), {}).tokens
     return slot
 
 

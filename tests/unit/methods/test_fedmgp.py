@@ -15,7 +15,7 @@ from fedprompt.core.method import Progress, cross_entropy
 from fedprompt.errors import ConfigError
 from fedprompt.methods.fedmaple import FedMaPLe
 from fedprompt.methods.fedmgp import FedMGP, apart, draw, similarity_to_global
-from fedprompt.modules.insertion import VisionPrompt
+from fedprompt.modules.insertion import TokenPrompt
 from fedprompt.random_streams import stream
 
 pytestmark = pytest.mark.unit
@@ -55,7 +55,7 @@ def test_logits_are_the_mean_over_pairs_and_the_loss_is_the_papers(settings: Any
     text, image = [], []
     for group in range(3):
         text.append(world.text.encode(params["groups.context"][group].unsqueeze(0), "end")[0])
-        slot = VisionPrompt(params["groups.vision"][group].unsqueeze(0), (0,))
+        slot = TokenPrompt(params["groups.vision"][group].unsqueeze(0), (0,))
         image.append(runtime.bank.backbone.run(images.tokens(positions), [slot], ("image",))["image"])
     each = [world.text.scale * i @ t.T for i, t in zip(image, text, strict=True)]
     torch.testing.assert_close(found, sum(each) / 3, atol=1e-4, rtol=1e-4)

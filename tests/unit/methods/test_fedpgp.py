@@ -16,7 +16,8 @@ from torch import Tensor
 from fedprompt.core import registry
 from fedprompt.core.method import Batch, World
 from fedprompt.errors import ConfigError
-from fedprompt.methods.fedpgp import ANCHOR, FedPGP
+from fedprompt.methods.bases.with_low_rank import ANCHOR
+from fedprompt.methods.fedpgp import FedPGP
 from fedprompt.methods.promptfl import PromptFL
 from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors

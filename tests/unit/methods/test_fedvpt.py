@@ -128,7 +128,7 @@ def test_without_prompt_tokens_the_features_are_those_of_transformers(vit_settin
     )
     with torch.no_grad():
         expected = vit(images).last_hidden_state[:, 0]
-    torch.testing.assert_close(backbone.run(tokens, given.vision)["cls"], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(backbone.run(tokens, given.tokens)["cls"], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["fedvpt", "fedvpt_deep", "head_tune"])

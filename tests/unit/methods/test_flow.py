@@ -102,7 +102,7 @@ def test_hard_routing_takes_one_prompt_per_block_at_test_and_mixes_in_training(p
     assert torch.equal(hard, (soft > 0.5).float())
     assert 0 < float(hard.mean()) < 1, "the parameters must send images both ways"
     assert torch.equal(method.probability(params, replace(batch, training=True)), soft)
-    tokens = method.prompts(world, params, batch, {}).vision[0].tokens
+    tokens = method.prompts(world, params, batch, {}).tokens[0].tokens
     for image in range(10):
         for block in range(3):
             name = "local_copy.prompt" if soft[image, block] > 0.5 else "prompt"
@@ -132,7 +132,7 @@ def test_one_probability_for_all_blocks_is_the_same_in_each(plain: Any) -> None:
         "router.bias": params["router.bias"].expand(3),
     }
     one, each = (
-        made.prompts(world, own, batch, {}).vision[0].tokens
+        made.prompts(world, own, batch, {}).tokens[0].tokens
         for made, own in ((method, params), (replace(method, per_block=True), spread))
     )
     assert one.shape == (10, 3, 2, 32)

@@ -180,7 +180,7 @@ def test_a_change_of_depth_one_touches_only_the_first_block(name: str) -> None:
     world = replace(world, roles=method.init(world, seeded()))
     given = method.prompts(world, starting_params(method, world), Batch(torch.zeros(1)), {})
     assert set(given.weights) == {"blocks.0.attention.in.weight"}
-    assert not given.vision
+    assert not given.tokens
 
 
 def test_changes_lie_on_the_rows_of_their_projection() -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 from fedprompt.client.client_states import ClientStates
 from fedprompt.client.runtime import ClientRuntime
 from fedprompt.client.step import forward, make_batch, step_loss
-from fedprompt.config import TrainConfig
+from fedprompt.config import TrainConfig, parse
+from fedprompt.core import registry
 from fedprompt.core.client_sampling import sample_cohort
 from fedprompt.core.method import Batch, Client, Seen, Server, Upload, World
 from fedprompt.core.registry import build
@@ -29,6 +30,7 @@ from fedprompt.features.image_bank import ImageBank
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.methods.pep_fedpt import PEPFedPT, fitting_temperature
 from fedprompt.random_streams import stream
+from fedprompt.runs.run import as_it_was
 from fedprompt.tensors import Tensors
 
 pytestmark = pytest.mark.unit
@@ -51,7 +53,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def mixed(method: PEPFedPT, features: Tensor, params: Tensors) -> Tensor:
     """m(x) of a frozen query, (B, blocks, n_c, d)."""
     given = method.prompts(make_world(method), params, Batch(torch.zeros(len(features)), {"cls": features}), {})
-    return given.vision[1].tokens
+    return given.tokens[1].tokens
 
 
 def parameters(
@@ -138,6 +140,31 @@ def test_the_temperature_that_fits_is_the_variance_around_prototypes_over_25_dir
     assert fitting_temperature(sums, counts, "cosine").item() == pytest.approx(0.75 / 25 / 0.25**0.5)
     alone = fitting_temperature(sums, torch.ones(2), "cosine").item()  # one image a class says nothing of a variance
     assert alone == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "neg_sq_dist"])
+def test_a_soft_mixture_has_a_multiple_of_that_temperature_and_never_more_than_a_tenth(similarity: str) -> None:
+    labels = torch.arange(300) % 6
+    queries = F.normalize(random(6, 64)[labels] + random(300, 64, seed=1), dim=-1)
+    sums = torch.stack([queries[labels == number].sum(0) for number in range(6)])
+    counts = torch.bincount(labels).float()
+    plain, twice, much = (fitting_temperature(sums, counts, similarity, each).item() for each in (1.0, 2.0, 1e3))  # type: ignore[arg-type]
+    assert 0.01 < plain < 0.05
+    assert twice == pytest.approx(2 * plain)
+    assert much == pytest.approx(0.1)
+
+
+def test_a_run_mixes_twice_as_softly_as_the_posterior_and_one_of_an_earlier_version_did_not(settings: Any) -> None:
+    short = {"federation": {"rounds": 1}}
+    plain, soft = (
+        run(settings(name=name, method={"name": "pep_fedpt", **more}, **short))
+        for name, more in (("posterior", {"softness": 1.0}), ("soft", {}))
+    )
+    expected = min(2 * server_tensors(plain)["temperature"].item(), 0.1)
+    assert server_tensors(soft)["temperature"].item() == pytest.approx(expected)
+    stored = registry.completed(parse(settings(method={"name": "pep_fedpt"}))).model_dump(mode="json")
+    assert stored["method"].pop("softness") == 2.0
+    assert as_it_was(stored)["method"]["softness"] == 1.0
 
 
 def concentrated(images: int, classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -512,11 +539,11 @@ def test_an_inline_query_can_be_mapped_over_clients_whatever_each_of_them_lacks(
     each = [parameters(method, prior, known) for prior, known in cases]
     stacked = {name: torch.stack([params[name] for params in each]) for name in each[0]}
     cls, batch = random(len(each), 5, WIDTH), Batch(torch.zeros(5))
-    together = torch.func.vmap(lambda params, cls: method.later(world, params, cls, batch, {}).vision[0].tokens)(
+    together = torch.func.vmap(lambda params, cls: method.later(world, params, cls, batch, {}).tokens[0].tokens)(
         stacked, cls
     )
     alone = [
-        method.later(world, params, rows, batch, {}).vision[0].tokens for params, rows in zip(each, cls, strict=True)
+        method.later(world, params, rows, batch, {}).tokens[0].tokens for params, rows in zip(each, cls, strict=True)
     ]
     torch.testing.assert_close(together, torch.stack(alone))
     assert together.shape == (4, 5, 2, 1, WIDTH)
@@ -583,7 +610,7 @@ def test_class_prompts_part_from_each_other_in_a_few_rounds(settings: Any) -> No
         return (prompts - prompts.mean(0)).norm().item()
 
     after = shared_tensors(done)["class_prompts"]
-    assert apart(after) > 1.3 * apart(begun)
+    assert apart(after) > 1.2 * apart(begun)
     slow = run({**values, "name": "slow", "train": {"batch_size": 8, "lrs": {"class_prompts": 0.003}}})
     assert apart(after - begun) > 5 * apart(shared_tensors(slow)["class_prompts"] - begun)
 
@@ -858,7 +885,7 @@ def test_an_inline_query_is_the_row_that_enters_the_class_block_and_passes_no_gr
     assert torch.isfinite(flowing).all()
     assert (flowing - stopped).abs().max() > 1e-4 * stopped.abs().max()
     entering: list[Tensor] = []
-    shared = method.prompts(world, params, Batch(images.labels[positions]), {}).vision
+    shared = method.prompts(world, params, Batch(images.labels[positions]), {}).tokens
     runtime.bank.images(0, "train").backbone.run(
         images.tokens(positions),
         shared,

@@ -206,7 +206,7 @@ def test_heads_of_newcomers_and_before_evaluations_take_plain_steps(plain: Any) 
         for step in (0, 1):
             assert tune.step.after_step(world, stepped, before, step) == stepped
             assert adapt.step.after_step(world, stepped, before, step) == {"x": torch.tensor(2.0)}
-    assert method.prompts(world, world.roles.shared, None, {}).vision[0].blocks == (0, 1, 2)  # type: ignore[arg-type]
+    assert method.prompts(world, world.roles.shared, None, {}).tokens[0].blocks == (0, 1, 2)  # type: ignore[arg-type]
     assert isinstance(stages[0].step, OneByOne)
 
 

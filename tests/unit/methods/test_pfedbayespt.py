@@ -63,7 +63,7 @@ def step(
     if noise is None:
         noise = method.noise(world, 4, training, seeded(3))
     given = method.prompts(world, params, batch, noise)
-    seen = Seen(**VIT.run(tokens.repeat(given.repeat, 1, 1), inserted(given.vision), method.reads), extra=given.extra)
+    seen = Seen(**VIT.run(tokens.repeat(given.repeat, 1, 1), inserted(given.tokens), method.reads), extra=given.extra)
     return seen, batch, noise
 
 
@@ -90,7 +90,7 @@ def test_depths_and_tokens_of_the_two_prompts_are_independent() -> None:
     method = PFedBayesPT(prompt_tokens=4, depth=3, instance_tokens=2, instance_depth=1, draws=2, extra_samples=3)
     world, params = ready(method)
     _, batch, noise = step(method, world, params)
-    everyones, own = method.prompts(world, params, batch, noise).vision
+    everyones, own = method.prompts(world, params, batch, noise).tokens
     assert (everyones.tokens.shape, everyones.blocks) == ((3, 4, 32), (0, 1, 2))
     assert (own.tokens.shape, own.blocks) == ((2 * 4, 1, 2, 32), (0,))
     assert noise["masks"].shape == (5, 4, 1, VIT.shape.tokens)
@@ -259,7 +259,7 @@ def tokens_before_and_after_a_step(method: PFedBayesPTD, rate: float, longer: fl
     turned = []
     _, batch, noise = step(method, world, params, {})
     for slot in (0, 1):
-        old, new = (method.prompts(world, each, batch, noise).vision[slot].tokens for each in (params, after))
+        old, new = (method.prompts(world, each, batch, noise).tokens[slot].tokens for each in (params, after))
         cosine = torch.cosine_similarity(old[..., -1, :, :], new[..., -1, :, :], dim=-1)
         turned.append(cosine.clamp(-1, 1).arccos().mean())
     return turned[0], turned[1]
@@ -277,7 +277,7 @@ def test_instance_tokens_have_the_length_of_the_blocks_own_rows_and_differ_betwe
     method = PFedBayesPTD()
     world, params = ready(method)
     _, batch, noise = step(method, world, params, {})
-    tokens = method.prompts(world, params, batch, noise).vision[1].tokens  # (B, L, 1, d)
+    tokens = method.prompts(world, params, batch, noise).tokens[1].tokens  # (B, L, 1, d)
     rows = batch.features["block_inputs"]
     torch.testing.assert_close(tokens.square().mean((-2, -1)), rows.square().mean((-2, -1)), atol=1e-5, rtol=1e-3)
     assert torch.cosine_similarity(tokens[0], tokens[1], dim=-1).max() < 0.999
@@ -373,7 +373,7 @@ def test_a_control_uses_the_prompts_of_other_images() -> None:
     method = PFedBayesPTD(diagnose=True)
     world, params = ready(method)
     _, batch, noise = step(method, world, params, {}, training=False)
-    own, mean, other = method.prompts(world, params, batch, noise).vision[1].tokens.unflatten(0, (3, 4))
+    own, mean, other = method.prompts(world, params, batch, noise).tokens[1].tokens.unflatten(0, (3, 4))
     assert torch.equal(other, own[[2, 3, 0, 1]])
     torch.testing.assert_close(mean, own.mean(0, keepdim=True).expand_as(own))
 
@@ -385,7 +385,7 @@ def test_the_attention_on_instance_prompts_is_that_of_watched_blocks() -> None:
     seen, batch, noise = step(method, world, params, {}, training=False)
     found = method.diagnostics(world, params, seen, batch)
     vit, inputs = VIT, images()
-    own = method.prompts(world, params, batch, noise).vision
+    own = method.prompts(world, params, batch, noise).tokens
     eye = Watch(vit.shape.tokens)
     replace(vit, block=eye).run(vit.embed(inputs).repeat(3, 1, 1), own, READS)
     by_block = torch.stack([looked.cls[:4, vit.shape.tokens :] for looked in eye.looked])  # 3 global rows and 1 own

@@ -295,8 +295,8 @@ def test_the_fusion_does_not_look_at_images(settings: Any) -> None:
     world, _, _ = prepared(settings(), method)
     given = method.prompts(world, everything(world), Batch(torch.zeros(7, dtype=torch.long)), {})
     assert given.text["context"].tokens.shape == (16, 32)
-    assert [slot.tokens.shape for slot in given.vision] == [(2, 4, 32)]
-    assert given.vision[0].blocks == (0, 1)
+    assert [slot.tokens.shape for slot in given.tokens] == [(2, 4, 32)]
+    assert given.tokens[0].blocks == (0, 1)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -8,8 +8,11 @@ import pytest
 import torch
 from support import experiment, local_tensors, run, shared_tensors, worst_difference
 
+from fedprompt.client.step import forward, make_batch
 from fedprompt.core import registry
+from fedprompt.data.cache.pixel_store import ImageStore, normalise
 from fedprompt.errors import ConfigError
+from fedprompt.features.image_bank import ImageBank
 from fedprompt.methods.fedvpt import FedVPT
 from fedprompt.methods.head_tune import HeadTune
 from fedprompt.methods.pfedpt import PFedPT
@@ -64,3 +67,57 @@ def test_the_model_is_fedvpts(settings: Any) -> None:
 def test_settings_that_cannot_work_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):
         registry.build({"name": "pfedpt", **given})
+
+
+# a frame of pixels
+
+
+def test_the_frame_is_added_to_the_image_and_nothing_else(settings: Any) -> None:
+    method = PFedPT(form="pixels", border=2, prompt_init="random")
+    made = experiment(settings(), method)
+    source, manifest, backbone, world = made.factory.prepare()
+    images = ImageBank(
+        source, manifest, ImageStore(source, backbone.shape.image_size, "squash", made.factory.cache), backbone
+    ).images(0, "train")
+    params, positions = {**world.roles.shared, **world.roles.local}, torch.arange(3)
+    params["head.weight"] = torch.randn(params["head.weight"].shape, generator=torch.Generator().manual_seed(0))
+    batch = make_batch(method, images, positions, training=True)
+    seen = forward(method, world, params, images, positions, batch, {})
+    pixels = images.store.pixels(images.indices[:3])
+    shown = normalise(pixels, backbone.mean, backbone.std, torch.float32, torch.device("cpu"))
+    side = shown.shape[-1]
+    whole = torch.zeros(3, side, side)
+    for rows, columns in ((slice(2), slice(side)), (slice(side - 2, side), slice(side)),
+                          (slice(side), slice(2)), (slice(side), slice(side - 2, side))):  # fmt: skip
+        whole[:, rows, columns] = params["prompt"][:, rows, columns]
+    assert torch.equal(whole, params["prompt"])
+    expected = backbone.run(backbone.embed(shown + whole))["cls"]
+    torch.testing.assert_close(seen.cls, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_frame_that_stays_at_zero_is_a_tuned_shared_head(settings: Any) -> None:
+    found = run(settings(name="found", **WHOLE), PFedPT(form="pixels", border=2, prompt_epochs=0))
+    plain = run(settings(name="plain", **WHOLE), HeadTune(head="shared"))
+    assert worst_difference(shared_tensors(found), shared_tensors(plain)) < 1e-5
+
+
+def test_every_client_learns_a_frame_of_its_own_and_only_at_the_edge(settings: Any) -> None:
+    done = run(settings(**WHOLE), PFedPT(form="pixels", border=2))
+    frames = [local_tensors(done, client)["prompt"] for client in range(4)]
+    assert len({tuple(each.flatten().tolist()) for each in frames}) == 4
+    for each in frames:
+        assert float(each.abs().max()) > 0
+        assert float(each[:, 2:-2, 2:-2].abs().max()) == 0
+    assert set(shared_tensors(done)) == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "complaint"),
+    [
+        ({"border": 99}, {}, "method.border must be at most half of the"),
+        ({}, {"backbone": {"name": "tiny", "stem": 1}}, "method.form must be tokens where no pixels can be added"),
+    ],
+)
+def test_a_frame_that_does_not_fit_is_refused(settings: Any, given: Any, changes: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        experiment(settings(**changes), PFedPT(form="pixels", **given)).factory.prepare()

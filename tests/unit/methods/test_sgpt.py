@@ -27,7 +27,7 @@ from fedprompt.errors import ConfigError
 from fedprompt.features.image_bank import ImageBank, Images
 from fedprompt.federation.aggregate import weighted_mean
 from fedprompt.methods.sgpt import SGPT, group_shares
-from fedprompt.modules.insertion import BLANK_NOISE, VisionPrompt, vpt_bound
+from fedprompt.modules.insertion import BLANK_NOISE, TokenPrompt, vpt_bound
 from fedprompt.random_streams import stream
 from fedprompt.tensors import Tensors
 
@@ -83,7 +83,7 @@ def chosen(method: SGPT, params: Tensors, batch: Batch) -> list[int]:
     blocks = len(method.blocks_of_groups(toy_world(width)))
     labelled = torch.arange(groups).float().reshape(-1, 1, 1, 1).expand(-1, blocks, 1, width)
     full = {"shared_prompts": torch.zeros(1, width), "group_prompts": labelled, **params}
-    tokens = method.prompts(toy_world(width), full, batch, {}).vision[0].tokens
+    tokens = method.prompts(toy_world(width), full, batch, {}).tokens[0].tokens
     assert (tokens == tokens[:, :1, :1, :1]).all()
     return [int(value) for value in tokens[:, 0, 0, 0]]
 
@@ -285,8 +285,8 @@ def test_the_head_reads_cls_or_the_mean_of_cls_and_the_group_rows(settings: Any,
     bench = Bench(settings(), method)
     params, positions = bench.params(), torch.arange(4)
     tokens = params["group_prompts"][0]  # (2, 1, d)
-    shared = VisionPrompt(params["shared_prompts"].unsqueeze(1), (0, 2), mode="append")
-    group = VisionPrompt(tokens, (1, 2), mode="append")
+    shared = TokenPrompt(params["shared_prompts"].unsqueeze(1), (0, 2), mode="append")
+    group = TokenPrompt(tokens, (1, 2), mode="append")
     rows = bench.backbone.run(bench.images.tokens(positions), [shared, group], ("cls", "prompts"))
     mean = (rows["cls"] + rows["prompts"][:, 2] + rows["prompts"][:, 3]) / 3
     feature = mean if readout else rows["cls"]

@@ -41,7 +41,7 @@ def test_ten_blank_tokens_at_every_block_leave_the_features_of_an_image_and_rand
     from fedprompt.backbones.load import load_backbone
     from fedprompt.config import BackboneConfig
     from fedprompt.io.files import cache_directory
-    from fedprompt.modules.insertion import VisionPrompt
+    from fedprompt.modules.insertion import TokenPrompt
 
     backbone = load_backbone(BackboneConfig(name="dinov2-small", image_size=98), cache_directory(None))
     images = seeded().normal(12, 3, 7, 7).repeat_interleave(14, -1).repeat_interleave(14, -2)
@@ -50,7 +50,7 @@ def test_ten_blank_tokens_at_every_block_leave_the_features_of_an_image_and_rand
     kept = {}
     for kind in ("blank", "random"):
         prompt = initial_prompt(kind, backbone.blank_tokens(), 10, backbone.shape.patch, seeded())
-        prompted = backbone.run(tokens, [VisionPrompt(prompt, tuple(range(backbone.depth)))])["cls"]
+        prompted = backbone.run(tokens, [TokenPrompt(prompt, tuple(range(backbone.depth)))])["cls"]
         centre = plain.mean(0)
         kept[kind] = float(torch.cosine_similarity(prompted - centre, plain - centre).mean())
     assert kept["blank"] > 0.8

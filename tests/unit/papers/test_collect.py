@@ -70,6 +70,13 @@ def test_rows_of_one_method_are_told_apart_by_what_differs_between_them_alone() 
     assert [row for row, _ in titles(grid, Published())] == ["pfedmoap, experts 3", "pfedmoap, experts 5", "fedvpt"]
 
 
+def test_a_setting_with_one_value_in_every_column_tells_no_rows_apart() -> None:
+    grid = [settings(method, m, **{"train.epochs": 7 - 2 * m}) for m in (1, 2) for method in ("head_tune", "fedvpt")]
+    assert {row for row, _ in titles(grid, read(TABLE))} == {"Head-Tune", "fedvpt"}
+    both = [*grid, settings("fedvpt", 1, **{"train.epochs": 9})]
+    assert [row for row, _ in titles(both, read(TABLE))][-1] == "fedvpt, epochs 9"
+
+
 def test_a_variant_is_part_of_the_name() -> None:
     assert titles([settings(**{"variant.name": "fedprox"})], Published())[0][0] == "fedvpt+fedprox"
 

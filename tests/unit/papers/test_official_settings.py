@@ -1,4 +1,4 @@
-"""Configs of papers of the CLIP family have the settings of the authors' scripts."""
+"""Configs of papers have the settings of the authors' scripts, and the controls that their questions need."""
 
 from __future__ import annotations
 
@@ -44,6 +44,13 @@ def test_the_batch_is_as_large_as_the_number_of_shots() -> None:
 
 def test_the_ablation_of_pfeddc_has_a_control_that_shares_nothing_learned() -> None:
     assert any(registry.completed(each).method["freeze_global"] for each in configs("pfeddc/ablation"))
+
+
+def test_the_ablation_of_pep_fedpt_has_the_prior_alone_without_any_prompt_as_a_control() -> None:
+    made = [registry.completed(each).method for each in configs("pep_fedpt/ablation")]
+    without = {each["logit_prior"] for each in made if each["shared_tokens"] == each["class_tokens"] == 0}
+    assert without == {0.0, 1.0}
+    assert {each["head"] for each in made} == {"shared"}
 
 
 @pytest.mark.parametrize("table", ["ablation", "clients", "domain_shift", "label_shift", "participation"])

@@ -200,6 +200,30 @@ def test_csv_round_trips_at_full_precision(runs, unfinished):
     assert back[2]["worst_std"] == ""
 
 
+def how(trials, passes):
+    """What `fedprompt tune` writes into the config that it found."""
+    cost = {"trials": trials, "pruned": 2, "diverged": 1, "rounds": 40, "seconds": 61.4, "image_passes": passes}
+    found = {"objective": "average", "value": 0.8, "validation": 0.5, "data": "d", "fedprompt": "0", "chosen": {}}
+    return {"study": "s", "seed": 0, **cost, **found}
+
+
+def test_a_table_of_tuned_configs_says_what_each_method_was_given_and_whether_that_was_the_same(write):
+    made = [
+        write("a", [[9, 5]], method={"name": "fedvpt"}, tuned=how(18, 5000)),
+        write("b", [[8, 6]], method={"name": "sgpt"}, tuned=how(20, 5000)),
+        write("c", [[8, 7]], method={"name": "head_tune"}),
+    ]
+    said = dict(line.split(": ", 1) for line in notes(comparison(made)))
+    assert said["Settings tuned on validation images"] == (
+        "fedvpt: 18 trials (2 ended early, 1 diverged), 40 rounds, 5000 image passes, 61 s; "
+        "sgpt: 20 trials (2 ended early, 1 diverged), 40 rounds, 5000 image passes, 61 s"
+    )
+    assert said["Settings not tuned"] == "head_tune"
+    assert said["Not tuned equally"] == "trials 18 and 20"
+    alike = [write(name, [[9, 5]], method={"name": name}, tuned=how(18, 5000)) for name in ("fedvpt", "sgpt")]
+    assert not any(line.startswith(("Not tuned equally", "Settings not tuned")) for line in notes(comparison(alike)))
+
+
 def test_comparable_runs_have_no_notes(runs):
     assert notes(comparison(runs[:2])) == []
 

@@ -103,7 +103,15 @@ def test_every_picture_has_a_text_for_those_who_cannot_see_it(seen):
 
 
 def test_contents_lead_to_every_section_in_their_order(html, seen):
-    names = ["results", "fairness", "clients-by-round", "domains", "figures-by-class", "calibration", "communication"]
+    names = [
+        "results",
+        "fairness",
+        "clients-by-round",
+        "domains",
+        "classification-metrics",
+        "calibration",
+        "communication",
+    ]
     names += ["time-by-phase", "partition", "settings-and-versions", "runs"]
     links = [link["href"] for link in seen.named("a")]
     assert links == ["#main", *(f"#{name}" for name in names)]

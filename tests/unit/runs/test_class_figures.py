@@ -10,7 +10,8 @@ import pytest
 import torch
 from support import run
 
-from fedprompt.metrics.accuracy import STAYING, ClientResult, is_result
+from fedprompt.metrics import accuracy
+from fedprompt.metrics.accuracy import STAYING, ClientResult, is_result, is_summary, summarise
 from fedprompt.metrics.scoring import score
 from fedprompt.report.html_report import render
 from fedprompt.runs.class_figures import class_figures
@@ -76,18 +77,68 @@ def test_a_run_file_has_them_for_clients_domains_and_all(finished: Run) -> None:
     assert [each.of for each in found] == ["all"] + ["domain"] * 4 + ["client"] * 3
     assert verify(finished.reader).problems == ()
     again = finished.metrics()
-    pooled, clients = found[0].figures, {each.name: each.figures for each in found if each.of == "client"}
-    for key in ("images", "accuracy", "balanced_accuracy", "macro_f1"):
-        assert getattr(pooled, key) == pytest.approx(again.loc[("all", "pooled"), key])
+    pooled = found[0].figures
     assert (pooled.confusion == again.attrs["confusion"][("all", "pooled")].to_numpy()).all()
-    for name, figures in clients.items():
-        for key, value in figures.to_dict().items():
-            assert value == pytest.approx(again.loc[("client", name), key], nan_ok=True)
+    rows = {"all": "pooled"}
     for each in found:
-        if each.of == "domain":
-            assert each.figures.balanced_accuracy == pytest.approx(
-                again.loc[("domain", each.name), "balanced_accuracy"]
+        for key, value in each.figures.to_dict().items():
+            expected = again.loc[(each.of, rows.get(each.of, each.name)), key]
+            assert value == pytest.approx(expected, nan_ok=True), (each, key)
+    assert 0 < pooled.auroc < 1
+    assert all(0 < each.figures.sensitivity <= 1 for each in found if each.of == "domain")
+
+
+def test_those_of_all_images_are_those_of_scikit_learn_and_not_a_mean_over_clients() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    drawn = [draws_of(seed, images=20 + 10 * seed) for seed in range(3)]
+    results = [score(*each, ["art", "photo"], by_class=True) for each in drawn]
+    summary = summarise(results)
+    of = {
+        name: {key: summary[f"{key}_by_domain"][name] for key in ("auroc", "sensitivity")} for name in ("art", "photo")
+    }
+    probabilities, truth = (
+        np.concatenate([draws.mean(0) for draws, _, _ in drawn]),
+        np.concatenate([y for _, y, _ in drawn]),
+    )
+    domains = np.concatenate([each for _, _, each in drawn])
+    for found, here in [
+        (summary["ranked"], domains >= 0),
+        (of["art"], domains == 0),
+        (of["photo"], domains == 1),
+    ]:
+        areas, best = [], []
+        for number in range(3):
+            false, true, _ = metrics.roc_curve(
+                truth[here] == number, probabilities[here, number], drop_intermediate=False
             )
+            areas.append(metrics.auc(false, true))
+            best.append(true[false <= 0.1 + 1e-12].max())
+        assert found == pytest.approx({"auroc": np.mean(areas), "sensitivity": np.mean(best)})
+    assert summary["ranked"]["auroc"] != pytest.approx(np.mean([each.auroc for each in results]), abs=1e-6)
+
+
+def test_they_are_left_out_where_a_site_sends_none_and_where_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = [score(*draws_of(seed), ["a", "b"], by_class=True) for seed in range(2)]
+    assert "ranked" not in summarise([results[0], results[1].to_send()])
+    monkeypatch.setattr(accuracy, "MOST_SCORES", 100)
+    assert "ranked" not in summarise(results)
+
+
+def test_predictions_are_not_stored_and_not_sent(finished: Run) -> None:
+    whole = score(*draws_of(0), ["a", "b"], by_class=True)
+    assert whole.scores is not None
+    assert whole.to_send().scores is None
+    assert "scores" not in whole.to_json()
+    assert all("scores" not in result for result in finished.evaluations(2).values())
+
+
+@pytest.mark.parametrize("ranked", [[], 0.5, {"auroc": "1"}])
+def test_ranks_that_cannot_be_are_damage(ranked: Any) -> None:
+    summary = summarise([score(*draws_of(0), ["a", "b"], by_class=True)])
+    assert is_summary(summary)
+    assert not is_summary({**summary, "ranked": ranked})
 
 
 def test_only_the_last_round_has_them(finished: Run) -> None:
@@ -97,9 +148,9 @@ def test_only_the_last_round_has_them(finished: Run) -> None:
 
 def test_the_report_shows_them(finished: Run) -> None:
     text = render([finished])
-    assert "Figures by class" in text
+    assert "Classification metrics" in text
     assert "Balanced accuracy" in text
-    assert "Sensitivity at 90% specificity" in text
+    assert "Sensitivity at 0.9 specificity" in text
 
 
 def test_a_run_file_without_them_is_read_as_before(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +161,7 @@ def test_a_run_file_without_them_is_read_as_before(finished: Run, monkeypatch: p
     opened = Run(finished.directory)
     monkeypatch.setattr(opened, "evaluations", older)
     assert class_figures(opened) == []
-    assert "Figures by class" not in render([opened])
+    assert "Classification metrics" not in render([opened])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import { ask, Refused } from "./asking.js";
 import { curves } from "./charts.js";
+import { beside } from "./classes.js";
 import { h, mark, say, whenChanged } from "./dom.js";
 import { ago, bytes, duration, moment, NONE, number, percent, plural } from "./format.js";
 import { heatmap } from "./heatmap.js";
@@ -31,9 +32,10 @@ export function run(id) {
   const heat = heatmap("Accuracy by client and round");
   const heatNote = h("p", { class: "note" });
   const thinned = h("p", { class: "note" });
-  const holders = Object.fromEntries(["domains", "phases", "refused", "events", "last", "settings"].map((name) => [name, h("div", {})]));
+  const holders = Object.fromEntries(["domains", "classes", "phases", "refused", "events", "last", "settings"].map((name) => [name, h("div", {})]));
   const panel = {
     domains: section("Accuracy by domain", holders.domains),
+    classes: section("Classification metrics", holders.classes),
     phases: section("Time by phase", holders.phases),
     refused: section("Refused updates", holders.refused),
     loss: h("div", { class: "panel" }, charts.loss.node),
@@ -52,6 +54,7 @@ export function run(id) {
       h("div", {}, h("div", { class: "panel" }, charts.accuracy.node, thinned), h("div", { class: "panel" }, heat.node, heatNote), panel.domains, panel.refused, panel.events),
       h("div", {}, panel.loss, panel.privacy, panel.phases, h("div", { class: "panel" }, charts.seconds.node), panel.last),
     ),
+    panel.classes,
     settings,
   );
   const node = h(
@@ -64,7 +67,7 @@ export function run(id) {
     waiting,
     content,
   );
-  content.hidden = true;
+  content.hidden = panel.classes.hidden = true;
 
   const drawn = {
     accuracy: whenChanged((points) =>
@@ -86,6 +89,10 @@ export function run(id) {
     clients: whenChanged((clients) => {
       heat.update(clients);
       say(heatNote, aboutClients(clients));
+    }),
+    classes: whenChanged((found) => {
+      panel.classes.hidden = !found.rows.length;
+      holders.classes.replaceChildren(...beside(found));
     }),
     settings: whenChanged((found) => holders.settings.replaceChildren(...settingsOf(found))),
   };
@@ -177,11 +184,13 @@ export function run(id) {
         waiting.remove();
         hear(answer);
         draw(answer);
-        const now = `${answer.version}/${answer.figures.evaluated}`;
+        const now = `${answer.version}/${answer.figures.evaluated}/${answer.entry.status === "finished"}`;
         if (answer.entry.status !== "damaged" && now !== evaluated) {
           const clients = await ask("clients", { id });
           if (!current()) return;
           drawn.clients(clients);
+          if (answer.entry.status === "finished") drawn.classes(await ask("classes", { id }));
+          if (!current()) return;
           if (clients.rounds.at(-1) === answer.figures.evaluated || answer.figures.evaluated === null) evaluated = now;
         }
         if (settings.open) await readSettings();

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedprompt.errors import DataError, StorageError
+from fedprompt.errors import DataError, StorageError, broken
 from fedprompt.io.cache_key import CODE, code, folder_key, key_of
 from fedprompt.io.files import file_sha256, write_atomically
 
@@ -41,6 +42,8 @@ def remembered(files: Sequence[Path], cache: Path, compute: Callable[[], str]) -
             status = path.stat()
         except OSError as error:
             raise DataError(f"data.source: cannot read {str(path)!r}: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):  # a pipe, or a link to a device, would be read without end
+            raise DataError(broken("data.source", "hold plain files", str(path)))
         identity = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         stamp.update(f"{path.resolve()}\0{identity}\n".encode())
     note = cache / "fingerprints" / stamp.hexdigest()

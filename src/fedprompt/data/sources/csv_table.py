@@ -1,6 +1,8 @@
 """Image files that a CSV file lists: columns `path` and `label` and, when there, `domain`, `split`, `rank`, `group`, `slice`.
 
-Paths are relative to the folder of the CSV file and stay inside it. Values are separated by commas, semicolons or tabs.
+Paths are relative to the folder of the CSV file, and the table cannot name anything outside it. Links that are in the folder
+are followed, as in folders of images: they are how sets are put together from other disks, and no part of the table. Values are
+separated by commas, semicolons or tabs.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from fedprompt.data.sources.csv_table import CsvSource, csv_file
 from fedprompt.data.sources.image_folder import FolderSource, has_domains
 from fedprompt.data.sources.parquet import ParquetSource
 from fedprompt.data.sources.sentences import csv_sentences, parquet_sentences
-from fedprompt.data.sources.subset import base_and_novel, select
+from fedprompt.data.sources.subset import base_and_novel, of_classes, select
 from fedprompt.data.sources.synthetic import TinySource
 from fedprompt.data.sources.tiny_sentences import tiny_sentences
 from fedprompt.data.sources.wheel_photos import open_photos
 from fedprompt.errors import MOST_COMPARED, ConfigError, ContractError, DataError, broken, did_you_mean
 from fedprompt.extensions import summary
 
-__all__ = ["Source", "detect_format", "open_both", "open_source"]
+__all__ = ["Source", "detect_format", "open_both", "open_source", "withheld"]
 
 HUB = "hub:"
 NAMED = (
@@ -64,6 +64,14 @@ def open_both(config: DataConfig, cache: Path) -> tuple[Source, Source | None]:
     if config.other_set is not None:
         return chosen, _other_set(config, chosen, cache)
     return base_and_novel(chosen, config.novel) if config.novel else (chosen, None)
+
+
+def withheld(config: DataConfig, cache: Path) -> Source | None:
+    """All images of the classes of `data.source` that `data.classes` or `data.novel` keep out of the federation."""
+    whole = open_whole(config, cache)
+    kept = open_source(config, cache).class_names
+    others = tuple(name for name in whole.class_names if name not in kept)
+    return of_classes(whole, others) if others else None
 
 
 def _other_set(config: DataConfig, own: Source, cache: Path) -> Source:

@@ -56,6 +56,8 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
+from fedprompt.engines.flower.answer_limits import AnswerLimits
+
 OLDEST, NEWEST = (1, 41), (1, 42)
 """Releases whose federations were run here; pyproject.toml names the same."""
 
@@ -162,6 +164,8 @@ class FleetCalls:
             ],
         )
         self._client._client.follow_redirects = False  # a server may not send a node, and its update, elsewhere
+        self._limits = AnswerLimits()
+        self._client._client.event_hooks = {"response": [self._limits]}
         self._node = Node()
 
     def activate(self) -> int:
@@ -180,6 +184,7 @@ class FleetCalls:
 
     def pull(self) -> Message | None:
         """The next message, if there is one."""
+        self._limits.new_message()
         found = self._client.PullMessages(PullMessagesRequest(node=self._node))
         if not found.messages_list:
             return None

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import httpx
 
 from fedprompt.engines.flower import compat
+from fedprompt.engines.flower.answer_limits import AnswerTooLarge
 from fedprompt.engines.flower.compat import FleetCalls, FlowerError, HeartbeatSender
 from fedprompt.engines.flower.transport import answered, order_in
 from fedprompt.errors import RunError
@@ -93,6 +94,8 @@ def _activated(calls: FleetCalls, heard: Heard, longest: float | None = None) ->
             return _repeated(calls.activate, heard)
         except RunStopped:
             raise RunError("no connection to the server: it refuses this node (status 403)") from None
+        except AnswerTooLarge as error:
+            raise RunError(f"no connection to the server: {error}") from None
         except httpx.HTTPStatusError as error:
             reported = FlowerError.from_json(error.response.text)
             if reported is None or reported.code != compat.NOT_ADMITTED:
