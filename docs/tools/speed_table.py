@@ -1,5 +1,7 @@
 """Write what docs/speed.md takes from benchmarks/speed/bench.json: the table of speeds, and its machine.
 
+A second run of the whole benchmark, bench_again.json, adds a column: what differs between them is the spread.
+
     python docs/tools/speed_table.py            # write it
     python docs/tools/speed_table.py --check    # exit code 1 if it is not what bench.json says
 
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FIGURES = ROOT / "benchmarks/speed/bench.json"
+FIGURES, AGAIN = (ROOT / "benchmarks/speed" / name for name in ("bench.json", "bench_again.json"))
 PART = re.compile(r"(<!-- generated: speed -->\n).*?(<!-- end -->)", re.DOTALL)
 PAGE = ROOT / "docs/speed.md"
 
@@ -37,22 +39,32 @@ def figure(line: Line) -> str:
     return f"{line['figure']:.3g}" + ("x" if line["unit"] == "x" else f" {line['unit']}")
 
 
-def table(lines: Sequence[Line]) -> str:
-    """All lines, with the reason where there is no figure."""
-    cells = [("", "ours", "the alternative", "ratio or figure", "target")]
+def table(lines: Sequence[Line], again: Sequence[Line] = ()) -> str:
+    """All lines, with the reason where there is no figure, and the figures of a second run beside them."""
+    second = {line["what"]: figure(line) for line in again}
+    cells = [("", "ours", "the alternative", "ratio or figure", *(["again"] if second else []), "target")]
     for line in lines:
         reason = f" ({line['why']})" if line["why"] else ""
-        cells.append((line["what"], line["ours"], line["other"], figure(line), verdict(line) + reason))
+        beside = [second.get(line["what"], "–")] if second else []
+        cells.append((line["what"], line["ours"], line["other"], figure(line), *beside, verdict(line) + reason))
     rows = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in cells]
-    return "\n".join([rows[0], "|---" * 5 + "|", *rows[1:]])
+    return "\n".join([rows[0], "|---" * len(cells[0]) + "|", *rows[1:]])
 
 
-def part(found: Mapping[str, Any]) -> str:
+def part(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -> str:
     """The text between the marks."""
     about = found["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     where = f"{about['cores']} cores ({about['architecture']}), one thread for each side; {versions}."
-    return f"`{found['command']}` on {where}\n\n{table(found['rows'])}\n"
+    return f"`{found['command']}` on {where}\n\n{table(found['rows'], again['rows'] if again else ())}\n"
+
+
+def stored() -> str:
+    """What the stored figures say."""
+    found, again = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else None for path in (FIGURES, AGAIN)
+    )
+    return part(found, again)
 
 
 def renewed(text: str, content: str) -> str:
@@ -67,9 +79,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the table of speeds.")
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    found = json.loads(FIGURES.read_text(encoding="utf-8"))
     before = PAGE.read_text(encoding="utf-8")
-    after = renewed(before, part(found))
+    after = renewed(before, stored())
     if after == before:
         return
     print(f"{'stale' if check else 'written'}: {PAGE.relative_to(ROOT)}")
