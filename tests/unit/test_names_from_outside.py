@@ -48,7 +48,7 @@ def task(text: str) -> Task:
 
 def prediction(name: str) -> Prediction:
     fields = {
-        "image": name,
+        "name": name,
         "label": name,
         "top": ((name, 0.5),),
         "entropy": -0.5,

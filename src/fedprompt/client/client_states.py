@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+import torch
+
 from fedprompt.core import wire
 from fedprompt.tensors import Tensors
 
@@ -51,6 +53,8 @@ class ClientStates:
         return changes
 
     def _keep(self, client: int, tensors: Tensors) -> None:
+        # copies: a part of a stack of clients has other strides than what a resumed run reads, and a product other bits
+        tensors = {name: each.clone(memory_format=torch.contiguous_format) for name, each in tensors.items()}
         self._bytes += wire.size_in_bytes(tensors) - wire.size_in_bytes(self._kept.pop(client, {}))
         self._kept[client] = tensors
         while self._bytes > self._capacity:

@@ -75,11 +75,10 @@ def _sgd(
         slopes = list(torch._foreach_add(slopes, before, alpha=train.weight_decay))
     if momentum and state.first:
         slopes = list(torch._foreach_add(slopes, [state.first[name] for name in names], alpha=momentum))
-    first = rates[names[0]] if names else 0.0
-    if not isinstance(first, Tensor) and all(rates[name] is first or rates[name] == first for name in names):
-        stepped = torch._foreach_sub(before, slopes, alpha=first)
-    else:
-        stepped = torch._foreach_sub(before, [_times(slope, rates[n]) for n, slope in zip(names, slopes, strict=True)])
+    scaled = [_times(slope, rates[name]) for name, slope in zip(names, slopes, strict=True)]
+    stepped = torch._foreach_sub(
+        before, scaled
+    )  # with `alpha` it rounds once, and only where all clients have one rate
     velocity = dict(zip(names, slopes, strict=True)) if momentum else {}
     return dict(zip(names, stepped, strict=True)), OptimizerState(velocity)
 

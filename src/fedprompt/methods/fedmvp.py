@@ -15,7 +15,7 @@ phi and W are all that is trained; every client has the same weight in their ave
 enter as attributes only, so a trained phi serves other classes. The reduction of FedTPG's network is the same with learned
 queries, names for attributes and words for prompts.
 
-With `prompt_start: blank` W_O and W_2 begin at zero and b_O as the token of a blank image: the first prompts are equal for
+With `prompt_init: blank` W_O and W_2 begin at zero and b_O as the token of a blank image: the first prompts are equal for
 all images and leave their features nearly as they were. `random` is that of torch's layers, as in the authors' code.
 
 Where we depart from the authors' code: it takes the patches before CLIP's first norm, and the values of the attention
@@ -73,7 +73,7 @@ class FedMVP(Method):
     """Heads of the attention of the network."""
     consistency: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """Alpha, weight of the distance of an image from itself without prompts."""
-    prompt_start: Literal["blank", "random"] = "blank"
+    prompt_init: Literal["blank", "random"] = "blank"
     """First prompts: tokens of a blank image, or what a random network makes, as in the authors' code."""
 
     @property
@@ -138,7 +138,7 @@ class FedMVP(Method):
         width = world.width
         former = initial_network(width, width, generator)
         former |= linear_layer("text", width, world.text.features, generator)
-        if self.prompt_start == "blank":
+        if self.prompt_init == "blank":
             former |= {name: torch.zeros_like(former[name]) for name in former if name.startswith("feed_forward.out")}
             former["attention.output.weight"] = torch.zeros(width, width)
             former["attention.output.bias"] = world.initial_prompt("blank", [0], 1, generator)[0, 0]

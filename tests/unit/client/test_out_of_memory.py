@@ -105,7 +105,7 @@ def test_steps_that_are_recorded_go_on_with_half_of_the_clients(
         return real(*given)
 
     if when == "recorded":
-        monkeypatch.setattr(recorded_step, "record", partial(limited, recorded_step.record))
+        monkeypatch.setattr(recorded_step, "noted", partial(limited, recorded_step.noted))
     else:
         played = recorded_step.Program.__call__
         monkeypatch.setattr(recorded_step.Program, "__call__", lambda *given: limited(played, *given))

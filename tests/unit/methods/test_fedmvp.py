@@ -29,7 +29,7 @@ def test_runs_are_means_of_consecutive_patches_as_torch_pools_them() -> None:
 
 
 def test_the_network_is_torchs_attention_and_a_gated_layer(settings: Any) -> None:
-    method = FedMVP(vision_tokens=2, heads=4, prompt_start="random")
+    method = FedMVP(vision_tokens=2, heads=4, prompt_init="random")
     runtime, world = runtime_of(settings, method)
     params = working_parameters(runtime)
     params = {n: t + noise_like(t, 3) if n.startswith("former.") else t for n, t in params.items()}
@@ -57,7 +57,7 @@ def test_the_network_is_torchs_attention_and_a_gated_layer(settings: Any) -> Non
 
 
 def test_the_loss_is_cross_entropy_and_the_distance_from_the_image_without_prompts(settings: Any) -> None:
-    method = FedMVP(vision_tokens=2, consistency=3.0, prompt_start="random")
+    method = FedMVP(vision_tokens=2, consistency=3.0, prompt_init="random")
     runtime, world = runtime_of(settings, method)
     params, images, positions = working_parameters(runtime), runtime.bank.images(0, "train"), torch.arange(4)
     batch = make_batch(method, images, positions, training=True)
