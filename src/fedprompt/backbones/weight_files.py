@@ -102,7 +102,7 @@ def read_open_clip(folder: Path, sha256: str | None = None) -> dict[str, Tensor]
             return read_file(folder / name, sha256)
     raise BackboneError(
         f"the backbone folder {str(folder)!r} must hold {OPEN_CLIP_WEIGHTS}, got none. A pickle is never opened, because that runs "
-        "code. On a machine where you trust it, `torch.load(file, weights_only=True)` and `safetensors.torch.save_file` convert it."
+        "code. Convert it on a machine where you trust it, and save it with `safetensors.torch.save_file`."
     )
 
 

@@ -179,7 +179,7 @@ def _some(names: Any) -> str:
 
 
 def _decided(proposal: Proposal, source: str, wishes: Wishes, asks: bool) -> tuple[Wishes, dict[str, Choice]]:
-    """Every decision with its reason: the user's own, or what is proposed where there is nobody to ask."""
+    """Every decision with its reason: the user's own, or what is proposed where no question can be asked."""
     from fedprompt.config.registries import BACKBONES, PARTITIONS
     from fedprompt.core import registry
     from fedprompt.experiment.proposal import GIVEN, Choice

@@ -1,4 +1,4 @@
-"""How far some clients are, for whoever shows progress."""
+"""How far some clients are, for what shows progress."""
 
 from __future__ import annotations
 

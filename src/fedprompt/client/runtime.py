@@ -45,7 +45,7 @@ def _sound(result: TrainingResult | DivergenceError) -> TrainingResult:
 
 
 def _repeatable(seed: int, round: int, client: int) -> Stream:
-    """Noise for experiments: whoever knows the config could take it off again."""
+    """Noise for experiments: anyone with the config could remove it."""
     return stream(seed, round, client, "privacy")
 
 
@@ -385,7 +385,7 @@ class ClientRuntime:
         )
 
     def _class_counts(self, client: int, images: Images) -> Tensor:
-        """Those of the training images; never changed by whoever gets them."""
+        """Those of the training images; callers must not change them."""
         found = self._counts.get(client)
         if found is None:
             found = torch.bincount(images.labels.cpu(), minlength=self.world.classes)

@@ -58,7 +58,7 @@ def changes_images(given: Prompts, reads: Collection[str]) -> bool:
 
 
 def first_block(given: Prompts) -> int:
-    """The first block whose input or weights the prompts touch: what lies below is the same for ever."""
+    """The first block whose input or weights the prompts touch: what lies below never changes."""
     if given.weights or given.factors or given.pixels is not None:
         return 0
     first = [slot.blocks[0] for slot in inserted(given.tokens)]

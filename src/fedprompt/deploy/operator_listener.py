@@ -51,7 +51,7 @@ class Listener(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that ended early is nobody's business."""
+        """A connection that ended early is not logged."""
 
 
 class _Handler(BaseHTTPRequestHandler):

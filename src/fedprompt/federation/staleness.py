@@ -8,7 +8,7 @@ today's model, as in FedBuff (Nguyen et al., 2022), and its weight decays with i
 
 lambda is `federation.staleness`, n_i the images of client i (1 with `weighting: uniform`). lambda = 0 is the average of those in
 time, lambda = 1 counts a late update in full; lambda^tau falls with every round in between. Sums over images (class sums, counts)
-are scaled by lambda^tau as well, so their means stay what they are. Where nobody is late, this is the usual average.
+are scaled by lambda^tau as well, so their means stay what they are. Where no client is late, this is the usual average.
 
 Private runs refuse it: what an update may reveal is accounted for in the round it was sampled in.
 """

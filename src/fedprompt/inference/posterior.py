@@ -1,4 +1,4 @@
-"""The posterior of pFedBayesPT over test images: where instance prompts lie, how much masks move them, who listens.
+"""The posterior of pFedBayesPT over test images: where instance prompts lie, how much masks move them, which blocks use them.
 
 With m_bk the mean that the encoder gives for image b under mask k (one token of one block, d channels), and bars for means
 

@@ -52,7 +52,7 @@ class Answers:
     unknown: Array
     """(V, m, C): of images whose class the client does not know."""
     novel: Array
-    """(V, k, C): of images whose class nobody knows."""
+    """(V, k, C): of images of classes that no client has."""
 
     @property
     def probabilities(self) -> Array:
@@ -71,7 +71,7 @@ class Answers:
 
 def answers(run: Run, draws: int | None = None, novel: bool = False, **options: Any) -> Answers:
     """Of every client that the run has tested; with another number of draws if the method has any, and with `novel` also of
-    images whose class nobody knows.
+    images of classes that no client has.
     """
     if run.config.engine.kind == "flower":
         raise RunError(f"run {run.name!r} has its test images at its sites: measure there, with the client's model")

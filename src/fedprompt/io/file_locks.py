@@ -1,6 +1,6 @@
 """Locks on open files. The system releases them when the process ends for any reason.
 
-POSIX has `flock`. Windows locks bytes, and nobody else can read these: so one far behind any content is locked.
+POSIX has `flock`. Windows locks bytes, and no other process can read these: so one far behind any content is locked.
 """
 
 from __future__ import annotations

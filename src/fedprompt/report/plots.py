@@ -215,7 +215,7 @@ def scale_bytes(axes: Axes, totals: Sequence[float]) -> None:
         axes.set_xscale("symlog", linthresh=threshold)
         axes.xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=threshold))
         axes.set_xlim(-threshold / 2, max(positive) * 3)
-    else:  # nobody sends anything: a scale around 0 would have ticks of parts of a byte
+    else:  # no client sends anything: a scale around 0 would have ticks of parts of a byte
         axes.set_xlim(-1, 1)
         axes.set_xticks([0])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value).replace(".0 ", " ")))

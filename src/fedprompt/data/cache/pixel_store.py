@@ -27,7 +27,7 @@ GROUP = 16  # images that are decoded before they are written
 class ImageStore:
     """Decoded, resized pixels, kept in a file of the cache from run to run and filled image by image.
 
-    What cannot be written stays in memory. Images may be decoded ahead by a thread in the background; whoever needs one that
+    What cannot be written stays in memory. Images may be decoded ahead by a thread in the background; a reader that needs one that
     is under way waits for it. Only one image is read from the source at a time: sources may share file handles.
     """
 

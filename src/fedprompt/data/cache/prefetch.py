@@ -13,7 +13,7 @@ WAITING = 8  # jobs that wait at most; when there are more, new ones are dropped
 class Background:
     """Does jobs one after the other in a daemon thread, which is there only while there are any.
 
-    A job that fails is forgotten: whoever needs its result does the work himself, and meets the error then.
+    A job that fails is forgotten: the caller that needs its result does the work itself, and gets the error then.
     """
 
     def __init__(self) -> None:
