@@ -90,7 +90,7 @@ def _many_look(
         pairs.append((turned(key, turn), value))
     key, value = (torch.cat(together(parts), dim=2) if passive else parts[0] for parts in zip(*pairs, strict=True))
     query = spread(turned(query, own), len(key))
-    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    return layers.attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 def _few_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[Tensor]) -> Tensor:
@@ -106,7 +106,7 @@ def _few_look(weights: Weights, shape: ViTShape, x: Tensor, passive: Sequence[Te
     query = F.linear(parts[0], to_query.flatten(0, 1), query_bias).unflatten(-1, (shape.heads, -1))
     asked = spread(torch.einsum("brhc,hcd->bhrd", query, to_key), len(normed))
     seen = normed.unsqueeze(1)
-    mixed = F.scaled_dot_product_attention(asked.flatten(1, 2).unsqueeze(1), seen, seen, scale=query.shape[-1] ** -0.5)
+    mixed = layers.attention(asked.flatten(1, 2).unsqueeze(1), seen, seen, scale=query.shape[-1] ** -0.5)
     mixed = mixed.squeeze(1).unflatten(1, asked.shape[1:3])  # (B, h, R, d)
     return torch.einsum("bhrd,hcd->brhc", mixed, to_value).flatten(2) + value_bias
 

@@ -81,7 +81,7 @@ class ResNetTower(ViT):
         with layers.precision(self.autocast, self.device):
             query = F.linear(queries, weight[:width], bias[:width]).unflatten(-1, (heads, -1)).transpose(1, 2)
             key, value = layers.split_heads(F.linear(rows, weight[width:], bias[width:]), heads, 2)
-            return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2).to(rows.dtype)
+            return layers.attention(query, key, value).transpose(1, 2).flatten(2).to(rows.dtype)
 
     def _map(self, x: Tensor) -> Tensor:
         """The map (B, d, S / 32, S / 32) of an image."""

@@ -69,6 +69,40 @@ def split_heads(projected: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]
     return _SplitHeads.apply(projected, heads, parts)  # type: ignore[no-untyped-call]
 
 
+LARGEST_LOOK = 1024 * 1024  # scores of one head of one image, up to which they are stored
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Scaled dot-product attention (B, h, R, d / h); the mask is true for rows that are looked at.
+
+    In bfloat16 on a processor it is written out as two products and a softmax in float32: the backward pass of torch's own
+    takes five to ten times as long there.
+    """
+    rows, seen = query.shape[-2], key.shape[-2]
+    if not _in_bfloat16(query) or query.device.type != "cpu" or rows * seen > LARGEST_LOOK:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
+    if is_causal:
+        mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype) @ value
+
+
+def _in_bfloat16(rows: Tensor) -> bool:
+    kind = rows.device.type
+    here = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+    return here == torch.bfloat16
+
+
 def precision(autocast: bool, device: torch.device) -> AbstractContextManager[object]:
     """Optionally compute matrix products and convolutions in bfloat16; sums and norms keep their precision."""
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if autocast else nullcontext()

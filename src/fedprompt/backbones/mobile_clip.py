@@ -75,7 +75,7 @@ class MCiTower(ResNetTower):
         rows = x.flatten(2).transpose(1, 2)
         projected = layers.linear(self.weights, name + "attention.in", rows)
         query, key, value = layers.split_heads(projected, rows.shape[-1] // HEAD, 3)
-        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        mixed = layers.attention(query, key, value).transpose(1, 2).flatten(2)
         return layers.linear(self.weights, name + "attention.out", mixed).transpose(1, 2).unflatten(2, x.shape[2:])
 
     def _gated(self, x: Tensor, prefix: str) -> Tensor:

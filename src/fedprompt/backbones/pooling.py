@@ -17,7 +17,7 @@ def pooled(weights: Weights, shape: ViTShape, rows: Tensor) -> Tensor:
     probe = F.linear(weights["pool.probe"], weight[:own], bias[:own])
     query = probe.unflatten(0, (shape.heads, 1, -1)).expand(len(rows), -1, -1, -1)
     key, value = layers.split_heads(F.linear(rows, weight[other], bias[other]), shape.heads, 2)
-    return _finished(weights, shape, F.scaled_dot_product_attention(query, key, value).flatten(1))
+    return _finished(weights, shape, layers.attention(query, key, value).flatten(1))
 
 
 def pooled_alone(weights: Weights, shape: ViTShape, rows: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def _real(rows: Tensor, own: bool) -> Tensor:
 def _attention(weights: Weights, shape: ViTShape, x: Tensor, everybody: Tensor, real: Tensor) -> Tensor:
     query = _projected(weights, shape, x, 0)
     key, value = _projected(weights, shape, everybody, 1), _projected(weights, shape, everybody, 2)
-    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=real[:, None, None])
+    mixed = layers.attention(query, key, value, mask=real[:, None, None])
     return mixed.transpose(1, 2).flatten(2)
 
 

@@ -310,7 +310,7 @@ class CausalTower(PreNormTower):
             query, key, value = self._projected(block, x)
             kept.append(torch.stack([key, value]))
             if block < last:
-                mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+                mixed = layers.attention(query, key, value, is_causal=True)
                 x = self._finished(block, x, mixed)
         return kept
 
@@ -327,7 +327,7 @@ class CausalTower(PreNormTower):
             key, value = torch.cat([ahead[0], key], dim=2), torch.cat([ahead[1], value], dim=2)
             if block == last:
                 query, x, mask = query[:, :, -1:], x[:, -1:], mask[-1:]
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            mixed = layers.attention(query, key, value, mask=mask)
             x = self._finished(block, x, mixed)
         x = layers.norm(self.weights, "norm", x[:, 0], self.shape.norm_eps)
         return x.unflatten(0, (contexts, classes))
@@ -358,7 +358,7 @@ class PaddedTower(PreNormTower):
             query, key, value = self._projected(block, x)
             if block == self.shape.depth - 1:
                 query, x = query[:, :, -1:], x[:, -1:]
-            x = self._finished(block, x, F.scaled_dot_product_attention(query, key, value))
+            x = self._finished(block, x, layers.attention(query, key, value))
         return layers.norm(self.weights, "norm", x[:, -1], self.shape.norm_eps).unflatten(0, (contexts, classes))
 
 
@@ -386,7 +386,7 @@ class UnmaskedTower(PreNormTower):
                 if block == self.shape.depth - 1:
                     rows, places = torch.arange(len(x), device=x.device), ends.repeat(many)
                     query, x = query[rows, :, places].unsqueeze(2), x[rows, places].unsqueeze(1)
-                x = self._finished(block, x, F.scaled_dot_product_attention(query, key, value))
+                x = self._finished(block, x, layers.attention(query, key, value))
             read = layers.norm(self.weights, "norm", x[:, 0], self.shape.norm_eps).unflatten(0, (many, classes))
         return self.projection(read)
 
@@ -411,7 +411,7 @@ class BidirectionalTower(TextTower):
             prefix, weights = f"blocks.{block}.", self.weights
             projected = layers.linear(weights, prefix + "attention.in", x)
             query, key, value = layers.split_heads(projected, self.shape.heads, 3)
-            mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+            mixed = layers.attention(query, key, value).transpose(1, 2).flatten(2)
             given = partial(torch.clone, x)  # the block before normalised what came out of it
             x = self._norm(prefix + "norm1", x + layers.linear(weights, prefix + "attention.out", mixed))
             hidden = layers.activate(self.shape.activation, layers.linear(weights, prefix + "mlp.in", x))

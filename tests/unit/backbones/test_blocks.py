@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -113,3 +116,41 @@ def test_the_tensors_of_a_block_are_those_of_the_whole() -> None:
     for name, size in block_tensors(shape).items():
         assert whole[f"blocks.0.{name}"] == whole[f"blocks.1.{name}"] == size
     assert len([name for name in whole if name.startswith("blocks.")]) == 2 * len(block_tensors(shape))
+
+
+SEEN = torch.ones(9, 9, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"mask": SEEN}, {"is_causal": True}, {"scale": 0.3}, {"mask": SEEN[None, None, -1:].expand(5, 1, 1, 9)}],
+    ids=["plain", "mask", "causal", "scale", "mask by image"],
+)
+def test_attention_in_bfloat16_is_as_close_to_the_exact_one_as_torch_s(asked: dict[str, Any]) -> None:
+    """Written out it may round elsewhere, but not more, in the output and in all three gradients."""
+    exact = [
+        torch.randn(5, 3, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(each))
+        for each in range(4)
+    ]
+    theirs = {"attn_mask" if name == "mask" else name: value for name, value in asked.items()}
+
+    def results(attend: Callable[..., Tensor], dtype: torch.dtype, given: dict[str, Any]) -> list[Tensor]:
+        query, key, value = (each.to(dtype).requires_grad_() for each in exact[:3])
+        mixed = attend(query, key, value, **given)
+        gradients = torch.autograd.grad(mixed, (query, key, value), exact[3].to(dtype))
+        return [each.double() for each in (mixed.detach(), *gradients)]
+
+    true = results(F.scaled_dot_product_attention, torch.float64, theirs)
+    ours = results(layers.attention, torch.bfloat16, asked)
+    torchs = results(F.scaled_dot_product_attention, torch.bfloat16, theirs)
+    for expected, mine, other in zip(true, ours, torchs, strict=True):
+        assert (mine - expected).norm() < 1.2 * (other - expected).norm() + 1e-3 * expected.norm()
+    same = results(layers.attention, torch.float32, asked)
+    for found, expected in zip(same, results(F.scaled_dot_product_attention, torch.float32, theirs), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_attention_of_many_rows_in_bfloat16_does_not_store_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(2, 3, 8, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    monkeypatch.setattr(layers, "LARGEST_LOOK", 63)
+    assert torch.equal(layers.attention(rows, rows, rows), F.scaled_dot_product_attention(rows, rows, rows))
