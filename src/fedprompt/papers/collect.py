@@ -207,7 +207,11 @@ def assemble(request: Request, published: Published, outcomes: Sequence[Outcome]
         columns=_columns(where, published),
         cells=[*cells, *_only_the_papers(cells, published)],
         pairs=[
-            *(pair for pair in (before.pairs if before and request.only else []) if not {pair.row, pair.against} & again),
+            *(
+                pair
+                for pair in (before.pairs if before and request.only else [])
+                if not {pair.row, pair.against} & again
+            ),
             *_pairs(cells, groups, [settings.get(HEAD) for settings in grid]),
         ],
     )

@@ -170,7 +170,9 @@ def test_one_method_is_run_again_and_the_other_rows_stay(request_of: Any) -> Non
     """Even if the settings of the others, and so their families, are not what they were."""
     first = result_of(request_of(None, "train.lr=0.5", seeds=(0, 1)), {0: 0.2, 1: 0.4})
     stored = first.cell("fedvpt", "m = 1")
-    pairs = [Pair(column="m = 1", row=one, against=other, difference=0.1, drawn="clients", seeds=2) for one, other in PAIRS]
+    pairs = [
+        Pair(column="m = 1", row=one, against=other, difference=0.1, drawn="clients", seeds=2) for one, other in PAIRS
+    ]
     first = first.model_copy(update={"pairs": pairs})
     again = result_of(request_of(seeds=(0, 1), only=("head_tune",)), {0: 0.6, 1: 0.8}, before=first)
     cell = again.cell("Head-Tune", "m = 1")
@@ -181,7 +183,10 @@ def test_one_method_is_run_again_and_the_other_rows_stay(request_of: Any) -> Non
     assert [cell.row for cell in again.cells if cell.runs] == [cell.row for cell in first.cells if cell.runs]
     assert [row.title for row in again.rows] == [row.title for row in first.rows]
     assert [(pair.row, pair.against) for pair in again.pairs] == [PAIRS[1]]
-    assert again.commands == [*first.commands, f"fedprompt reproduce {first.commands[0].split()[2]} --only head_tune --seed 0,1"]
+    assert again.commands == [
+        *first.commands,
+        f"fedprompt reproduce {first.commands[0].split()[2]} --only head_tune --seed 0,1",
+    ]
 
 
 def test_only_methods_of_the_grid_can_be_run_again(request_of: Any) -> None:
