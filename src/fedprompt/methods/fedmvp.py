@@ -86,7 +86,7 @@ class FedMVP(Method):
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(lr=1e-4, schedule="cosine")
+        return Recipe(lr=0.001, schedule="cosine")
 
     @property
     def uses_text(self) -> bool:
