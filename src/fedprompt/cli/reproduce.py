@@ -29,6 +29,10 @@ def reproduce(
         typer.Option(help="A smaller size that the config offers, such as small; the paper's own when absent."),
     ] = None,
     seed: Seeds = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Run this method of the grid alone; stored cells of the others stay. Can be repeated."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder of result files; benchmarks/accuracy in a checkout.")
     ] = None,
@@ -66,7 +70,7 @@ def reproduce(
         )
     else:
         found = paper_configs.find(experiment)
-        request = Request(found, scale, tuple(overrides or []), tuple(seed_numbers(seed)))
+        request = Request(found, scale, tuple(overrides or []), tuple(seed_numbers(seed)), tuple(only or []))
         if left:
             _show_left(request, jobs, as_json)
         else:
@@ -124,8 +128,8 @@ def _reproduce(request: Request, jobs: int, output: Path | None, quiet: bool, as
     path = folder / f"{request.name()}.json"
     before = result_file.load(path) if path.exists() else None
     if before is not None:
-        gone = {cell.family for cell in before.cells if cell.runs} - {config.family() for config in configs}
-        if gone:
+        gone = {cell.family for cell in before.cells if cell.runs} - {config.family() for config in request.grid()}
+        if gone and not request.only:
             say(f"will replace {len(gone)} stored cells of other settings; name= gives an experiment a separate file")
     if jobs > 1:
         _refuse_other_runs(configs)

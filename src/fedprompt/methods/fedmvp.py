@@ -6,17 +6,24 @@ phi that all clients share, the PromptFormer, asks them with the patches E(x) (M
 
     X  = W_O MHA(q = LN(E(x)),  k = v = LN(W t + b)) + b_O       every patch looks for attributes; no residual
     Y  = X + W_2 (u * gelu(w)) + b_2,   (u, w) = W_1 LN(X) + b_1
-    V  = means of Y over n runs of consecutive patches            (n, d), the prompts of this image before block 0
+    P  = means of Y over n runs of consecutive patches            (n, d)
+    V  = P / |P| * mean |E(x)|                                    the prompts of this image before block 0
 
     T_c    = mean of t_j over the attributes of class c           logits_c = scale * <I, T_c>,   I = f([x, V])
-    loss   = CE(logits, y) + alpha * mean (1 - cos(I, I0)),       I0 the image without prompts
+    loss   = CE(logits, y) + alpha (scale / 100)^2 mean (1 - cos(I, I0)),       I0 the image without prompts
 
 phi and W are all that is trained; every client has the same weight in their average. The texts are fixed and the classes
 enter as attributes only, so a trained phi serves other classes. The reduction of FedTPG's network is the same with learned
 queries, names for attributes and words for prompts.
 
-With `prompt_init: blank` W_O and W_2 begin at zero and b_O as the token of a blank image: the first prompts are equal for
-all images and leave their features nearly as they were. `random` is that of torch's layers, as in the authors' code.
+With `prompt_init: blank` W_O and W_2 begin at zero and b_O as the token of a blank image, with a root mean square of 1: the
+first prompts are equal for all images and leave their features nearly as they were. `random` is that of torch's layers, as in
+the authors' code.
+
+Two lines say in any tower what the authors' code says in CLIP. Its prompts go through CLIP's first norm with the patches;
+where there is none, or a stem behind it, what a network gives is soon ten times as long as a patch, so ours get the length of
+the patches. And 1 - cos is half the square of how far the image moves, d: a move that changes logits by u has d = u / scale, so
+the same alpha weighs (100 / scale)^2 as much as in CLIP, whose scale is 100.
 
 Where we depart from the authors' code: it takes the patches before CLIP's first norm, and the values of the attention
 without their norm; it flips the image that I0 is made of at random; it steps once a round, on the last batch; and once a
@@ -48,6 +55,7 @@ from fedprompt.random_streams import Stream
 from fedprompt.tensors import Tensors, prefixed, stripped
 
 FORMER = "former."
+CLIPS_SCALE = 100.0
 ATTRIBUTES, CLASSES = "attributes", "classes"  # t (J, D), and T (C, D)
 ANYTHING = (
     "which has a typical shape",
@@ -72,13 +80,13 @@ class FedMVP(Method):
     heads: Annotated[int, Field(ge=1)] = 4
     """Heads of the attention of the network."""
     consistency: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    """Alpha, weight of the distance of an image from itself without prompts."""
+    """Alpha, weight of the distance of an image from itself without prompts, in a tower whose scale is 100, as CLIP's."""
     prompt_init: Literal["blank", "random"] = "blank"
     """First prompts: tokens of a blank image, or what a random network makes, as in the authors' code."""
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(lr=1e-4, schedule="cosine")
+        return Recipe(lr=0.001, schedule="cosine")
 
     @property
     def uses_text(self) -> bool:
@@ -141,7 +149,8 @@ class FedMVP(Method):
         if self.prompt_init == "blank":
             former |= {name: torch.zeros_like(former[name]) for name in former if name.startswith("feed_forward.out")}
             former["attention.output.weight"] = torch.zeros(width, width)
-            former["attention.output.bias"] = world.initial_prompt("blank", [0], 1, generator)[0, 0]
+            blank = world.initial_prompt("blank", [0], 1, generator)[0, 0]
+            former["attention.output.bias"] = width**0.5 * F.normalize(blank, dim=0)
         return Roles(shared=world.placed(prefixed(FORMER, former)))
 
     def begin(self, world: World, client: Client, received: Tensors, local: Tensors) -> Tensors:
@@ -154,7 +163,8 @@ class FedMVP(Method):
         patches = batch.features["block_inputs:1"][:, 0, int(world.has_cls) :].to(former["text.bias"].dtype)
         attributes = F.linear(params[ATTRIBUTES], former["text.weight"], former["text.bias"])
         made = ask(former, patches, attributes, None, self.heads)  # (B, M, d)
-        tokens = runs(made.shape[1], self.vision_tokens).to(made) @ made
+        means = runs(made.shape[1], self.vision_tokens).to(made) @ made
+        tokens = F.normalize(means, dim=-1) * patches.norm(dim=-1).mean(-1)[:, None, None]
         return Prompts(tokens=(TokenPrompt(tokens.unsqueeze(1), (0,)),))
 
     def logits(self, world: World, params: Tensors, seen: Seen, batch: Batch, noise: Tensors) -> Tensor:
@@ -165,7 +175,7 @@ class FedMVP(Method):
         if not batch.training or not self.consistency:
             return plain
         same = (precise(seen.image) * precise(batch.features["image"])).sum(-1)  # of unit vectors
-        return plain + self.consistency * batch.mean(1 - same)
+        return plain + self.consistency * (world.text.scale / CLIPS_SCALE) ** 2 * batch.mean(1 - same)
 
 
 def runs(rows: int, parts: int) -> Tensor:

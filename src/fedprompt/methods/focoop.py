@@ -21,7 +21,8 @@ divided by the largest; pi minimises <pi, M> + 0.1 KL(pi 1 | even) + 0.1 KL(pi^T
 says how near it is to the classes, and two means divide the masses:
 
     near   G <- e G + (1 - e) * (their mean weighted by pi)                   they seem to be classes of other clients
-    far    the U of the least mass are the outside contexts of the next round; if there are fewer than U, again from the first
+    far    the U of the least mass are the outside contexts of the next round, in the order of the uploads; if there are fewer
+           than U, again from the first
 
 w = 1, U = 0, S = 0 and `tau: null` is PromptFL, w = 0 with them CoOp. A client that never took part predicts with G.
 
@@ -206,20 +207,29 @@ def calibrate(context: Tensor, outside: Tensor, count: int, share: float) -> tup
     """The global context, moved to the outside contexts (N, m, d) that seem to be classes, and the `count` of the others that
     seem so the least.
     """
-    columns = precise(context).reshape(-1, outside[0].numel())  # (C, m d), or (1, m d)
-    rows = precise(outside).flatten(1)
-    costs = torch.cdist(rows, columns).square()
-    plan = unbalanced_plan(costs / costs.amax().clamp_min(torch.finfo(costs.dtype).tiny), RELAXATION)
-    mass = plan.sum(-1)
-    near = upper(mass)
-    order = mass.argsort(stable=True)
-    far = order[~near[order]]
+    columns = context.double().reshape(-1, outside[0].numel())  # (C, m d), or (1, m d)
+    rows = outside.double().flatten(1)
+    near, far, plan = choose(rows, columns, count)
     kept = outside[far.repeat(-(-count // len(far)))[:count]]
     if not near.any():
         return context, kept
     some = plan[near]
     means = (some.mT @ rows[near]) / some.sum(0).unsqueeze(-1).clamp_min(torch.finfo(plan.dtype).tiny)
     return torch.lerp(context, means.reshape(context.shape).to(context), share), kept
+
+
+def choose(rows: Tensor, columns: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which rows are near (N,), the numbers of at most `count` of the others with the least mass, in rising order, and the plan.
+
+    In double precision: uploads that were rounded differently leave the same masses to five digits, where a thousand steps in
+    single precision leave three. Which contexts are kept is then the only choice; their order is not one.
+    """
+    costs = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist").square()
+    plan = unbalanced_plan(costs / costs.amax().clamp_min(torch.finfo(costs.dtype).tiny), RELAXATION)
+    mass = plan.sum(-1)
+    near = upper(mass)
+    order = mass.argsort(stable=True)
+    return near, order[~near[order]][:count].sort().values, plan
 
 
 def upper(values: Tensor) -> Tensor:
@@ -229,7 +239,6 @@ def upper(values: Tensor) -> Tensor:
         return torch.zeros_like(values, dtype=torch.bool)
     sizes = torch.arange(1, len(ordered), device=values.device)
     lower = ordered.cumsum(0)[:-1]
-    between = lower.square() / sizes + (ordered.sum() - lower).square() / (
-        len(ordered) - sizes
-    )  # largest: least within
+    upper_sum = ordered.sum() - lower
+    between = lower.square() / sizes + upper_sum.square() / (len(ordered) - sizes)  # largest: least within
     return values.double() > ordered[int(between.argmax())]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fedprompt.backbones.image_sizes import with_image_size
 from fedprompt.config import NO_RESULT, Config, config_files
 from fedprompt.core import registry
+from fedprompt.errors import ConfigError, broken
 from fedprompt.papers import provenance
 from fedprompt.papers.paper_configs import Experiment, find
 from fedprompt.papers.published_numbers import SOURCE, Published
@@ -51,9 +52,20 @@ class Request:
     scale: str | None
     overrides: tuple[str, ...]
     seeds: tuple[int, ...]
+    only: tuple[str, ...] = ()
+    """Methods to run; what is stored of the others stays. All of them when empty."""
 
     def configs(self) -> list[Config]:
         """One complete config per run, named as `fedprompt run` would name them."""
+        grid = self.grid()
+        names = list(dict.fromkeys(config.method["name"] for config in grid))
+        for name in self.only:
+            if name not in names:
+                raise ConfigError(broken("--only", f"name methods of the grid ({', '.join(names)})", name))
+        return [config for config in grid if not self.only or config.method["name"] in self.only]
+
+    def grid(self) -> list[Config]:
+        """The same for the runs of all methods."""
         made = config_files.load(self.experiment.path, self._overrides(), self.seeds)
         return [registry.completed(with_image_size(config)[0]) for config in made]
 
@@ -70,11 +82,13 @@ class Request:
     def to_json(self) -> dict[str, object]:
         """For another process in the same folder."""
         path = str(self.experiment.path)
-        return {"name": path, "scale": self.scale, "overrides": list(self.overrides), "seeds": list(self.seeds)}
+        lists = {"overrides": list(self.overrides), "seeds": list(self.seeds), "only": list(self.only)}
+        return {"name": path, "scale": self.scale, **lists}
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Request:
-        return cls(find(values["name"]), values["scale"], tuple(values["overrides"]), tuple(values["seeds"]))
+        lists = (tuple(values[name]) for name in ("overrides", "seeds", "only"))
+        return cls(find(values["name"]), values["scale"], *lists)
 
     def papers_grid(self) -> list[Settings]:
         """The settings at the paper's own size."""
@@ -135,29 +149,38 @@ def _without_paths(text: str) -> str:
 
 
 def assemble(request: Request, published: Published, outcomes: Sequence[Outcome], before: Result | None) -> Result:
-    """The result of a grid. Seeds of the same settings that are stored already are kept."""
+    """The result of a grid. Seeds of the same settings that are stored already are kept, and so are cells of methods that
+    were not asked for.
+    """
     by_family: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_family.setdefault(outcome.config.family(), []).append(outcome)
-    grid = [settings_of(group[0].config) for group in by_family.values()]
-    where = places(grid, published)
-    own = varied(grid)
+    whole = {config.family(): settings_of(config) for config in request.grid()}
+    own = varied(list(whole.values()))
     stored = {cell.family: cell for cell in before.cells if cell.family} if before else {}
-    cells = []
-    for (family, group), settings, place in zip(by_family.items(), grid, where, strict=True):
-        runs = _with_other_seeds([each.run for each in group], stored.get(family))
-        differing = {name: provenance.without_path(settings[name]) for name in own if name in settings}
-        paper = published.figures(place.row_entry, place.column_entry)
-        cells.append(cell_of(place, family, differing, runs, paper))
+    others = {(cell.row, cell.column): cell for cell in before.cells if cell.runs} if before else {}
+    cells: list[Cell] = []
+    grid: list[Settings] = []
+    where: list[Place] = []
+    for (family, settings), place in zip(whole.items(), places(list(whole.values()), published), strict=True):
+        if family in by_family:
+            runs = _with_other_seeds([each.run for each in by_family[family]], stored.get(family))
+            differing = {name: provenance.without_path(settings[name]) for name in own if name in settings}
+            paper = published.figures(place.row_entry, place.column_entry)
+            cells.append(cell_of(place, family, differing, runs, paper))
+        elif (place.row, place.column) in others:
+            cells.append(others[place.row, place.column])
+        else:
+            continue
+        grid.append(settings)
+        where.append(place)
+    groups = [by_family.get(cell.family or "", []) for cell in cells]
+    again = {cell.row for cell, group in zip(cells, groups, strict=True) if group}
     papers = request.papers_grid()
     papers_places = places(papers, published)
     kept = {run.seed for cell in cells for run in cell.runs or []}
     finished = [outcome for outcome in outcomes if outcome.run.status == "finished"]
-    old = (
-        before
-        if before and any(len(c.runs or []) > len(g) for c, g in zip(cells, by_family.values(), strict=True))
-        else None
-    )
+    old = before if any(len(c.runs or []) > len(g) for c, g in zip(cells, groups, strict=True)) else None
     return Result(
         name=request.experiment.name,
         experiment=request.name(),
@@ -173,7 +196,7 @@ def assemble(request: Request, published: Published, outcomes: Sequence[Outcome]
             *not_run(where, papers_places, published),
             *_heads(where, grid),
         ],
-        commands=[_command(request, sorted(kept))],
+        commands=_once([*(before.commands if before and request.only else []), _command(request, sorted(kept))]),
         date=datetime.date.today().isoformat(),
         versions=_once([each.versions for each in finished if each.versions] + list((old and old.versions) or [])),
         hardware={**provenance.hardware(), "threads": _threads(finished)},
@@ -183,7 +206,14 @@ def assemble(request: Request, published: Published, outcomes: Sequence[Outcome]
         rows=_rows(where, grid, published),
         columns=_columns(where, published),
         cells=[*cells, *_only_the_papers(cells, published)],
-        pairs=_pairs(cells, list(by_family.values()), [settings.get(HEAD) for settings in grid]),
+        pairs=[
+            *(
+                pair
+                for pair in (before.pairs if before and request.only else [])
+                if not {pair.row, pair.against} & again
+            ),
+            *_pairs(cells, groups, [settings.get(HEAD) for settings in grid]),
+        ],
     )
 
 
@@ -300,7 +330,7 @@ def _about(experiment: Experiment, grid: Sequence[Settings], seeds: Sequence[int
 
 def _command(request: Request, seeds: Sequence[int]) -> str:
     shown = seeds if request.seeds or len(seeds) > 1 else ()
-    return provenance.command(request.experiment.called, request.scale, shown, request.overrides)
+    return provenance.command(request.experiment.called, request.scale, shown, request.overrides, request.only)
 
 
 def _threads(outcomes: Iterable[Outcome]) -> str | None:

@@ -69,7 +69,9 @@ def without_path(value: Any) -> Any:
     return value
 
 
-def command(name: str, scale: str | None, seeds: Iterable[int], overrides: Iterable[str]) -> str:
+def command(
+    name: str, scale: str | None, seeds: Iterable[int], overrides: Iterable[str], only: Iterable[str] = ()
+) -> str:
     """The command for the same result, run from the folder of the data; output paths are left out."""
     words = ["fedprompt reproduce", without_path(name)]
     words += ["--scale", scale] if scale else []
@@ -77,5 +79,7 @@ def command(name: str, scale: str | None, seeds: Iterable[int], overrides: Itera
         key, equals, value = override.partition("=")
         if not key.startswith(("output.", "engine.")):
             words.append(shlex.quote(f"{key}{equals}{without_path(value)}"))
+    for method in only:
+        words += ["--only", method]
     numbers = ",".join(map(str, seeds))
     return " ".join([*words, *(["--seed", numbers] if numbers else [])])

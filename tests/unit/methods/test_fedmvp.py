@@ -13,7 +13,7 @@ from text_methods import gradient, noise_like, run_on_clip, runtime_of, working_
 
 from fedprompt.client.step import forward, make_batch
 from fedprompt.core import registry
-from fedprompt.core.method import cross_entropy
+from fedprompt.core.method import Seen, cross_entropy
 from fedprompt.errors import ConfigError
 from fedprompt.methods.fedmvp import ANYTHING, FedMVP, runs
 from fedprompt.modules.insertion import TokenPrompt
@@ -51,7 +51,9 @@ def test_the_network_is_torchs_attention_and_a_gated_layer(settings: Any) -> Non
     inner = F.layer_norm(mixed, mixed.shape[-1:], own["feed_forward.norm.weight"], own["feed_forward.norm.bias"])
     value, gate = F.linear(inner, own["feed_forward.in.weight"], own["feed_forward.in.bias"]).chunk(2, -1)
     out = mixed + F.linear(value * F.gelu(gate), own["feed_forward.out.weight"], own["feed_forward.out.bias"])
-    expected = torch.stack([F.adaptive_avg_pool1d(each.T, 2).T for each in out])
+    means = torch.stack([F.adaptive_avg_pool1d(each.T, 2).T for each in out])
+    long = torch.stack([each.norm(dim=-1).mean() for each in patches])
+    expected = means / means.norm(dim=-1, keepdim=True) * long.view(-1, 1, 1)
     torch.testing.assert_close(slot.tokens.squeeze(1), expected, atol=1e-5, rtol=1e-4)
     assert slot.blocks == (0,)
 
@@ -72,7 +74,7 @@ def test_the_loss_is_cross_entropy_and_the_distance_from_the_image_without_promp
     plain = images.features("image", positions)
     apart = 1 - F.cosine_similarity(seen.image, plain)
     assert float(apart.max()) > 1e-4
-    total = cross_entropy(logits, batch.labels).mean() + 3 * apart.mean()
+    total = cross_entropy(logits, batch.labels).mean() + 3 * (world.text.scale / 100) ** 2 * apart.mean()
     torch.testing.assert_close(method.loss(world, params, logits, seen, batch, {}), total, atol=1e-5, rtol=1e-5)
 
 
@@ -99,7 +101,10 @@ def test_blank_prompts_are_the_same_for_every_image_and_every_layer_learns(setti
     batch = make_batch(method, images, positions, training=True)
     (slot,) = method.prompts(world, params, batch, {}).tokens
     blank = world.roles.shared["former.attention.output.bias"]
-    torch.testing.assert_close(slot.tokens, blank.expand_as(slot.tokens))
+    assert float(blank.square().mean()) == pytest.approx(1, abs=1e-4)
+    long = images.features("block_inputs:1", positions)[:, 0, 1:].norm(dim=-1).mean(-1)
+    expected = F.normalize(blank, dim=0).expand_as(slot.tokens) * long.view(-1, 1, 1, 1)
+    torch.testing.assert_close(slot.tokens, expected)
     for name in ("attention.output.weight", "attention.output.bias", "feed_forward.out.weight"):
         assert float(gradient(runtime, method, params, f"former.{name}").abs().max()) > 0
 
@@ -111,9 +116,43 @@ def test_with_blank_prompts_that_stay_it_is_classification_by_attributes(setting
     params, images, positions = working_parameters(runtime), runtime.bank.images(0, "train"), torch.arange(5)
     batch = make_batch(method, images, positions, training=False)
     seen = forward(method, world, params, images, positions, batch, {})
-    blank = world.roles.shared["former.attention.output.bias"].expand(1, 3, -1)
+    long = images.features("block_inputs:1", positions)[:, 0, 1:].norm(dim=-1).mean(-1)
+    blank = F.normalize(world.roles.shared["former.attention.output.bias"], dim=0).expand(5, 1, 3, -1) * long.view(
+        -1, 1, 1, 1
+    )
     plain = runtime.bank.backbone.run(images.tokens(positions), [TokenPrompt(blank, (0,))], ("image",))["image"]
     torch.testing.assert_close(seen.image, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_are_as_long_as_patches_whatever_the_network_gives(settings: Any) -> None:
+    """As in CLIP, where both go through its first norm: a large rate turns prompts and does not blow them up."""
+    method = FedMVP(vision_tokens=2)
+    runtime, world = runtime_of(settings, method)
+    params, images, positions = working_parameters(runtime), runtime.bank.images(0, "train"), torch.arange(4)
+    batch = make_batch(method, images, positions, training=True)
+    many = {name: 50 * each if "output" in name or "out." in name else each for name, each in params.items()}
+    (slot,), (other,) = (method.prompts(world, each, batch, {}).tokens for each in (params, many))
+    torch.testing.assert_close(slot.tokens, other.tokens, atol=1e-5, rtol=1e-4)
+    patches = images.features("block_inputs:1", positions)[:, 0, 1:].norm(dim=-1).mean(-1)
+    torch.testing.assert_close(slot.tokens.norm(dim=-1).mean((1, 2)), patches)
+
+
+def test_a_move_that_changes_logits_as_much_costs_as_much_in_a_tower_of_another_scale(settings: Any) -> None:
+    method = FedMVP(vision_tokens=2, consistency=10.0)
+    runtime, world = runtime_of(settings, method)
+    params, images, positions = working_parameters(runtime), runtime.bank.images(0, "train"), torch.arange(4)
+    batch = make_batch(method, images, positions, training=True)
+    plain = images.features("image", positions)
+    aside = F.normalize(torch.randn(plain.shape, generator=torch.Generator().manual_seed(1)), dim=-1)
+    costs = []
+    for scale in (100.0, 25.0):
+        other = replace(world, language=replace(world.text, scale=scale))
+        moved = F.normalize(plain + 3 / scale * aside, dim=-1)
+        seen = Seen(image=moved)
+        zeros = torch.zeros(4, world.classes)
+        with_it = method.loss(other, params, zeros, seen, batch, {})
+        costs.append(float(with_it - replace(method, consistency=0.0).loss(other, params, zeros, seen, batch, {})))
+    assert costs[0] == pytest.approx(costs[1], rel=0.05)
 
 
 def test_only_the_network_is_sent_and_clients_count_the_same(settings: Any) -> None:

@@ -125,12 +125,27 @@ def test_calibration_moves_the_global_context_to_near_ones_and_keeps_the_farthes
     outside = torch.tensor([[[0.0, 1.0]], [[0.0, 9.0]], [[10.0, 0.0]], [[0.0, -11.0]]])
     moved, kept = calibrate(context, outside, 2, 0.5)
     torch.testing.assert_close(moved, torch.tensor([[0.0, 0.5]]))
-    torch.testing.assert_close(kept, outside[[3, 2]])
+    torch.testing.assert_close(kept, outside[[2, 3]])
     _, again = calibrate(context, outside, 4, 0.5)
-    torch.testing.assert_close(again, outside[[3, 2, 1, 3]])
+    torch.testing.assert_close(again, outside[[1, 2, 3, 1]])
     still, equal = calibrate(context, outside[:1].repeat(3, 1, 1), 2, 0.5)
     torch.testing.assert_close(still, context)
     assert len(equal) == 2
+
+
+def test_what_is_kept_does_not_depend_on_how_uploads_were_rounded() -> None:
+    """Contexts far from 0 and near each other, with masses that differ in the fifth digit: the same ones, at the same places."""
+    stream = torch.Generator().manual_seed(4)
+    context = torch.ones(1, 64)
+    directions = F.normalize(torch.randn(40, 1, 64, generator=stream, dtype=torch.double), dim=-1)
+    costs = torch.linspace(0.1, 1.0, 20, dtype=torch.double).repeat_interleave(2)
+    costs[1::2] += 5e-6  # the mass is proportional to exp(-cost / 0.1)
+    outside = (context + directions * costs.sqrt().view(-1, 1, 1))[torch.randperm(40, generator=stream)]
+    _, expected = calibrate(context, outside.float(), 15, 0.5)
+    for _ in range(20):
+        noise = 1e-7 * torch.randn(outside.shape, generator=stream, dtype=torch.double)
+        _, kept = calibrate(context, (outside + noise).float(), 15, 0.5)
+        torch.testing.assert_close(kept, expected, atol=1e-6, rtol=0)
 
 
 def test_a_wild_upload_is_left_out_of_the_calibration_if_the_rule_left_it_out() -> None:

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from fedprompt.errors import DivergenceError, RunError
+from fedprompt.errors import ConfigError, DivergenceError, RunError
 from fedprompt.papers import paper_configs, provenance, result_file
 from fedprompt.papers.collect import Outcome, Request, assemble, failed
 from fedprompt.papers.paper_configs import Experiment
 from fedprompt.papers.published_numbers import Published, read
-from fedprompt.papers.result_file import Backbone, Data, OneRun, Result
+from fedprompt.papers.result_file import Backbone, Data, OneRun, Pair, Result
 from fedprompt.papers.setting_differences import differences, method_differences, not_run
 from fedprompt.papers.table_layout import Place, places
 
 pytestmark = pytest.mark.unit
 
+PAIRS = [("Head-Tune", "fedvpt"), ("fedvpt", "sgpt")]
 TABLE = {
     "paper": "Mine",
     "columns": [
@@ -112,10 +113,12 @@ def test_what_was_not_run_is_told() -> None:
 def request_of(tmp_path: Path) -> Any:
     """A request for a config with four runs a seed."""
 
-    def make(scale: str | None = None, *overrides: str, seeds: tuple[int, ...] = (0,)) -> Request:
+    def make(
+        scale: str | None = None, *overrides: str, seeds: tuple[int, ...] = (0,), only: tuple[str, ...] = ()
+    ) -> Request:
         path = tmp_path / "mine.yaml"
         path.write_text(CONFIG)
-        return Request(Experiment("mine", path), scale, overrides, seeds)
+        return Request(Experiment("mine", path), scale, overrides, seeds, only)
 
     return make
 
@@ -161,6 +164,37 @@ def test_stored_seeds_of_other_settings_do_not_join(request_of: Any) -> None:
     first = result_of(request_of(), {0: 0.2})
     other = result_of(request_of(None, "train.lr=0.5", seeds=(1,)), {1: 0.4}, before=first)
     assert {tuple(cell.seeds) for cell in other.cells if cell.runs} == {(1,)}
+
+
+def test_one_method_is_run_again_and_the_other_rows_stay(request_of: Any) -> None:
+    """Even if the settings of the others, and so their families, are not what they were."""
+    first = result_of(request_of(None, "train.lr=0.5", seeds=(0, 1)), {0: 0.2, 1: 0.4})
+    stored = first.cell("fedvpt", "m = 1")
+    pairs = [
+        Pair(column="m = 1", row=one, against=other, difference=0.1, drawn="clients", seeds=2) for one, other in PAIRS
+    ]
+    first = first.model_copy(update={"pairs": pairs})
+    again = result_of(request_of(seeds=(0, 1), only=("head_tune",)), {0: 0.6, 1: 0.8}, before=first)
+    cell = again.cell("Head-Tune", "m = 1")
+    assert cell is not None
+    assert cell.figures["average"].mean == pytest.approx(0.7)
+    assert cell.settings["method.name"] == "head_tune"
+    assert again.cell("fedvpt", "m = 1") == stored
+    assert [cell.row for cell in again.cells if cell.runs] == [cell.row for cell in first.cells if cell.runs]
+    assert [row.title for row in again.rows] == [row.title for row in first.rows]
+    assert [(pair.row, pair.against) for pair in again.pairs] == [PAIRS[1]]
+    assert again.commands == [
+        *first.commands,
+        f"fedprompt reproduce {first.commands[0].split()[2]} --only head_tune --seed 0,1",
+    ]
+
+
+def test_only_methods_of_the_grid_can_be_run_again(request_of: Any) -> None:
+    asked = request_of(only=("fedvpt",))
+    assert {config.method["name"] for config in asked.configs()} == {"fedvpt"}
+    assert {config.method["name"] for config in asked.grid()} == {"fedvpt", "head_tune"}
+    with pytest.raises(ConfigError, match=r"--only must name methods of the grid \(head_tune, fedvpt\), got 'fedpr'"):
+        request_of(only=("fedpr",)).configs()
 
 
 def test_a_failed_run_is_kept_with_its_reason_and_leaves_the_other_seeds_alone(request_of: Any) -> None:
