@@ -47,6 +47,8 @@ def check_labels(world: World, bank: ImageBank, seed: int, part: str = "test") -
             labels.append(images.labels[positions.to(images.labels.device)])
     features = bank.tables.features("image", torch.cat(indices), alone=True)
     found = figures(features, torch.cat(labels), world.text.encode_words(WORDS), seed)
+    if all(name.isdecimal() for name in world.class_names):
+        found["numbered"] = True
     return found if part == "test" else {**found, "part": part}
 
 
@@ -88,6 +90,11 @@ def warning(check: Mapping[str, Any]) -> str | None:
     """What a person should know when the labels do not show in the images."""
     if check["clear"]:
         return None
+    if check.get("numbered"):
+        return (
+            f"zero-shot accuracy is {100 * check['right']:.1f} %, and the classes have numbers for names: this method reads "
+            "names, so give the source some, such as a JSON file with `classes` beside a parquet file"
+        )
     return (
         f"zero-shot accuracy {100 * check['right']:.1f} % is not clearly above guessing and permuted class names (it "
         f"should reach {100 * check['threshold']:.1f} %): labels or class names may be mixed up, or this backbone does "

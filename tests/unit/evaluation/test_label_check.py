@@ -155,6 +155,19 @@ def test_no_more_images_are_looked_at_than_the_limit(dual: Any, monkeypatch: pyt
     assert found["images"] == 10
 
 
+def test_classes_that_have_numbers_for_names_are_told(dual: Any) -> None:
+    """A parquet file without the JSON beside it: a text tower that reads "a photo of a 3" knows nothing."""
+    world, bank = federation(dual())
+    named = check_labels(world, bank, seed=0)
+    assert named is not None
+    assert "numbers for names" not in str(warning(named))
+    found = check_labels(replace(world, class_names=tuple(map(str, range(world.classes)))), bank, seed=0)
+    assert found is not None
+    assert "numbers for names" in str(warning(found))
+    assert "JSON" in str(warning(found))
+    assert warning({**found, "clear": True}) is None
+
+
 def test_one_class_has_no_other_to_be_confused_with(dual: Any) -> None:
     world, bank = federation(dual(data={"classes": ["disc"]}))
     assert check_labels(world, bank, seed=0) is None
