@@ -24,8 +24,8 @@ SHARED = {
 }
 
 
-def compare(method: str, settings: Any) -> None:
-    asked = {**SHARED, "method": {"name": method}}
+def compare(method: str, settings: Any, backbone: str = "tiny") -> None:
+    asked = {**SHARED, "method": {"name": method}, "backbone": {"name": backbone}}
     plain = run(settings(name="plain", **asked))
     torch._dynamo.reset()
     counters.clear()
@@ -47,10 +47,17 @@ def test_the_graph_of_a_whole_step_gives_the_same_numbers(
     compare(method, settings)
 
 
+@pytest.mark.parametrize("method", ["promptfl", "pfedmoap", "pfeddc", "fedmaple"])
+def test_so_does_the_graph_of_a_step_with_texts(method: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_training, "compiler", lambda: compiler("eager"))
+    compare(method, settings, "tiny-clip")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler, and there is none")
-def test_compiled_steps_give_the_same_numbers(settings: Any) -> None:
-    compare("fedvpt_deep", settings)
+@pytest.mark.parametrize(("method", "backbone"), [("fedvpt_deep", "tiny"), ("promptfl", "tiny-clip")])
+def test_compiled_steps_give_the_same_numbers(method: str, backbone: str, settings: Any) -> None:
+    compare(method, settings, backbone)
 
 
 def test_a_step_that_cannot_be_compiled_runs_as_it_is_and_says_so_once() -> None:
