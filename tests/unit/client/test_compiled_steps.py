@@ -55,9 +55,8 @@ def test_so_does_the_graph_of_a_step_with_texts(method: str, settings: Any, monk
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler, and there is none")
-@pytest.mark.parametrize(("method", "backbone"), [("fedvpt_deep", "tiny"), ("promptfl", "tiny-clip")])
-def test_compiled_steps_give_the_same_numbers(method: str, backbone: str, settings: Any) -> None:
-    compare(method, settings, backbone)
+def test_compiled_steps_give_the_same_numbers(settings: Any) -> None:
+    compare("fedvpt_deep", settings)
 
 
 def test_a_step_that_cannot_be_compiled_runs_as_it_is_and_says_so_once() -> None:
