@@ -202,7 +202,7 @@ def started(config: Path, number: int) -> tuple[float, float]:
 
 
 def jobs(data: Path | None, until: float, letters: Sequence[str] = ()) -> Part:
-    """(f) to (l), or those with some letters: whole jobs against plain programs."""
+    """(f) to (n), or those with some letters: whole jobs against plain programs."""
     rows: list[Row] = []
     figures: dict[str, Any] = {"peak_gflops_per_second": whole_jobs.gemm_peak() / 1e9}
     for work in whole_jobs.JOBS:
@@ -308,6 +308,7 @@ def main() -> None:
             parts[name] = Part([Row(name, why=str(error))], {})
     rows = [row for part in parts.values() for row in part.rows]
     command = f"python benchmarks/speed/bench.py --only {' '.join(asked.only)} --repeats {asked.repeats} --steps {asked.steps}"
+    command += f" --jobs {' '.join(asked.jobs)}" if asked.jobs else ""
     command += " --data FOLDER" if asked.data else ""  # where it lies is nobody's business
     result = {
         "command": command,

@@ -19,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,30 @@ from peers import (
 )
 
 HERE = Path(__file__).resolve().parent
-SECONDS = 600  # the longest a side may take
+SECONDS = 1200  # the longest a side may take
 POINTS_APART = 0.15  # of mean accuracy over few test images, that two sides may be at the end
+LOSSES_APART = 0.05  # and of the mean training loss of the last round, as a share, where both are told
 PEAK_SIDE, PEAK_REPEATS = 3072, 5  # of the product that tells the peak
-VISION, TEXT = ("pacs.parquet", "dinov2-small"), ("caltech101.parquet", "mini")
+VISION, TEXT, CLIP = (
+    ("pacs.parquet", "dinov2-small"),
+    ("caltech101.parquet", "mini"),
+    ("caltech101.parquet", "a CLIP of random weights"),
+)
+CLIP_TEXT = {
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 77,
+}  # CLIP's text tower with half of its blocks
+CLIP_VISION = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+    "patch_size": 16,
+    "image_size": 224,
+}  # half of ViT-B/16 in every direction
 ASSETS = ("weights", "backbones", "data", "members")  # of the cache; pixels and features are what a cold run lacks
 
 
@@ -71,11 +91,16 @@ VISION_JOBS = (
     Work("h", "PEP-FedPT", {"name": "pep_fedpt"}, "pep_fedpt", 1.6, 75),
 )
 TEXT_JOBS = (
-    Work("i", "PromptFL", {"name": "promptfl"}, "promptfl", 20, None, TEXT, 2, 10),
-    Work("j", "pFedMoAP", {"name": "pfedmoap"}, "pfedmoap", 20, None, TEXT, 2, 10),
+    Work("i", "PromptFL", {"name": "promptfl"}, "promptfl", None, None, TEXT, 2, 10),
+    Work("j", "pFedMoAP", {"name": "pfedmoap"}, "pfedmoap", None, None, TEXT, 2, 10),
     Work("k", "pFedDC with vision prompts", {"name": "pfeddc"}, "pfeddc", 1.5, 75, (VISION[0], "mini"), 2, 4),
 )
-JOBS = (*VISION_JOBS, *TEXT_JOBS, Work("l", "Head-Tune", {"name": "head_tune"}, "head_tune", 20, rounds=8))
+CLIP_JOBS = (
+    Work("m", "PromptFL, CLIP", {"name": "promptfl"}, "promptfl", 20, None, CLIP, 2, 10),
+    Work("n", "pFedMoAP, CLIP", {"name": "pfedmoap"}, "pfedmoap", 20, None, CLIP, 2, 10),
+)
+HEAD_TUNE = Work("l", "Head-Tune", {"name": "head_tune"}, "head_tune", 20, rounds=8)
+JOBS = (*VISION_JOBS, *TEXT_JOBS, HEAD_TUNE, *CLIP_JOBS)
 
 
 @dataclass(frozen=True)
@@ -86,6 +111,8 @@ class Spent:
     cpu: float
     megabytes: float
     average: float
+    loss: float | None = None
+    """Mean over the training images of the last round."""
 
 
 def config(work: Work, data: Path | None, folder: Path) -> dict[str, Any]:
@@ -93,13 +120,17 @@ def config(work: Work, data: Path | None, folder: Path) -> dict[str, Any]:
     file, backbone = work.kind
     real = data is not None
     images: dict[str, Any] = {"source": str(data / file)} if data is not None else {"source": "embedded"}
-    many = work.kind is TEXT and real
+    many = file == TEXT[0] and real
     images |= {"train_per_cell": 2 if many else 4, "test_per_cell": 1 if many else 2}
+    frozen: dict[str, Any] = {"name": backbone, "image_size": 98}
+    if work.kind is CLIP:
+        images["train_per_cell"] = 1 if many else 4
+        frozen = {"name": str(folder / "clip"), "image_size": 224, "mean": [0.5] * 3, "std": [0.5] * 3}
     return {
         "name": f"job-{work.letter}",
         "data": images,
         "partition": {"scheme": "dirichlet", "alpha": 5.0, "clients": work.clients, "min_train": 4, "min_test": 2},
-        "backbone": {"name": backbone, "image_size": 98},
+        "backbone": frozen,
         "method": work.method,
         "train": {"batch_size": 16},
         "federation": {"rounds": work.rounds, "evaluation_batch": 32},
@@ -153,9 +184,13 @@ def prepare(folder: Path, settings: dict[str, Any]) -> None:
     }
     job["method"] = of_method(str(made.config.method["name"]), made.method, world)
     save_file({name: tensor.contiguous().clone() for name, tensor in start.items()}, folder / "start.safetensors")
-    as_transformers(backbone).save_pretrained(folder / "model")
-    if isinstance(backbone, DualEncoder):
-        job |= prepare_text(folder, backbone, world.class_names)
+    if (folder / "clip").exists():
+        (folder / "model").symlink_to(folder / "clip")
+        job |= {**words_of(backbone, world.class_names), "positions": backbone.text.shape.positions}
+    else:
+        as_transformers(backbone).save_pretrained(folder / "model")
+        if isinstance(backbone, DualEncoder):
+            job |= prepare_text(folder, backbone, world.class_names)
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
 
 
@@ -206,9 +241,49 @@ def prepare_text(folder: Path, backbone: Any, class_names: Sequence[str]) -> dic
     maps = {f"image.{name}": tensor for name, tensor in backbone.image_projection.weights.items()}
     maps |= {f"text.{name}": tensor for name, tensor in text.projection.weights.items()}
     save_file({name: tensor.contiguous().clone() for name, tensor in maps.items()}, folder / "maps.safetensors")
+    return words_of(backbone, class_names)
+
+
+def words_of(backbone: Any, class_names: Sequence[str]) -> dict[str, Any]:
+    """The tokens behind the context, and those that frame a sentence."""
+    text = backbone.text
     names = text.names(class_names)
     ends = [[*ids, *stop, text.end] for ids, stop in zip(names.ids, names.stops, strict=True)]
     return {"names": ends, "start_token": text.start, "scale": backbone.scale}
+
+
+def write_clip(folder: Path, class_names: Sequence[str]) -> None:
+    """A CLIP of random weights, which cost the same as trained ones, with a tokenizer that knows the words of the class names.
+
+    CLIP's own needs a network, and splits these names into about as many tokens.
+    """
+    import torch
+    import transformers
+
+    from fedprompt.backbones.clip import END, START
+
+    letters = sorted(
+        {letter for name in class_names for letter in name if not letter.isspace()} | set("abcdefghijklmnopqrstuvwxyz.")
+    )
+    tokens = [*letters, *(letter + "</w>" for letter in letters)]
+    merges: dict[tuple[str, str], None] = {}
+    for word in sorted({word for name in class_names for word in name.lower().split()}):
+        parts = [*word[:-1], word[-1] + "</w>"]
+        while len(parts) > 1:
+            merges[parts[0], parts[1]] = None
+            parts[:2] = ["".join(parts[:2])]
+    tokens += dict.fromkeys("".join(pair) for pair in merges)
+    tokens += [START, END]
+    words = transformers.CLIPTokenizer(vocab={token: place for place, token in enumerate(tokens)}, merges=list(merges))
+    ends = {"bos_token_id": len(tokens) - 2, "eos_token_id": len(tokens) - 1, "pad_token_id": len(tokens) - 1}
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**CLIP_TEXT, **ends, "vocab_size": len(tokens)}, vision_config=CLIP_VISION, projection_dim=512
+        )
+    )
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
 
 
 def spent(command: Sequence[str], folder: Path, extra: Mapping[str, str] | None = None) -> tuple[Spent, str]:
@@ -267,13 +342,13 @@ def ours(folder: Path, settings: dict[str, Any], name: str) -> tuple[Spent, dict
     for record in records:
         for phase, seconds in record.seconds.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
-    return Spent(found.wall, found.cpu, found.megabytes, summary["average"]), phases
+    return replace(found, average=summary["average"], loss=records[-1].loss), phases
 
 
 def plain(folder: Path, program: str) -> Spent:
     found, said = spent([sys.executable, str(HERE / "plain" / f"{program}.py"), str(folder)], folder)
-    average = json.loads(said.strip().splitlines()[-1])["average"]
-    return Spent(found.wall, found.cpu, found.megabytes, average)
+    told = json.loads(said.strip().splitlines()[-1])
+    return replace(found, average=told["average"], loss=told["loss"])
 
 
 def in_flower(folder: Path, program: str, expected: float) -> float:
@@ -291,6 +366,12 @@ def require_near(average: float, expected: float) -> None:
     """Times of sides that learn different things cannot be compared."""
     if abs(average - expected) > POINTS_APART:
         raise Unavailable(f"learned something else: {average:.3f}, {expected:.3f} of ours")
+
+
+def require_same_loss(loss: float | None, expected: float | None) -> None:
+    """Towers of random weights recognise nothing, so accuracies alone would say little."""
+    if loss is None or expected is None or abs(loss - expected) > LOSSES_APART * expected:
+        raise Unavailable(f"learned something else: a loss of {loss}, {expected} of ours")
 
 
 def flops(folder: Path, settings: dict[str, Any], rounds: int) -> float:
@@ -315,6 +396,15 @@ def gemm_peak() -> float:
     return float(2 * PEAK_SIDE**3 / least)
 
 
+def class_names(settings: dict[str, Any]) -> Sequence[str]:
+    """Of a job's images."""
+    from fedprompt.config import parse
+    from fedprompt.data.sources.open import open_source
+    from fedprompt.io.files import cache_directory
+
+    return open_source(parse(settings).data, cache_directory()).class_names
+
+
 def shared_assets(cache: Path) -> None:
     """A cache with the frozen weights, and without pixels and features."""
     from fedprompt.io.files import cache_directory
@@ -331,6 +421,9 @@ def measure(work: Work, data: Path | None, folder: Path) -> dict[str, Any]:
     settings = config(work, data, folder)
     source = work.kind[0] if data is not None else "embedded"
     told = {**settings, "data": {**settings["data"], "source": source}, "output": {"threads": 1}}
+    if work.kind is CLIP:
+        told["backbone"] = {**settings["backbone"], "name": work.kind[1]}
+        write_clip(folder / "clip", class_names(settings))
     found: dict[str, Any] = {"what": work.what, "config": told}
     cold, _ = ours(folder, settings, f"cold-{work.letter}")
     expected = estimated(folder, settings)
@@ -345,6 +438,8 @@ def measure(work: Work, data: Path | None, folder: Path) -> dict[str, Any]:
         beside = plain(folder, work.plain)
         found["plain"] = asdict(beside)
         require_near(beside.average, cold.average)
+        if work.kind is CLIP:
+            require_same_loss(beside.loss, cold.loss)
     except Unavailable as error:
         found["why"] = str(error)
     if work.flower:

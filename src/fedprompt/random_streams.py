@@ -67,10 +67,7 @@ class Stream:
 
     def permutation(self, count: int) -> Tensor:
         """The numbers 0 to count - 1 in random order: each stands in the low bits of a random word, and the words are sorted."""
-        low = np.uint64((1 << max(count - 1, 0).bit_length()) - 1)
-        return torch.from_numpy(
-            (np.sort(self.words(count) & ~low | np.arange(count, dtype=np.uint64)) & low).view(np.int64)
-        )
+        return permutations([self], count)[0]
 
     def integer(self, below: int) -> int:
         """One of 0 to below - 1, for `below` up to 2^64; words of the last, incomplete cycle are drawn again."""
@@ -89,6 +86,15 @@ class Stream:
 def stream(seed: int, round: int, client: int, purpose: str) -> Stream:
     """A fresh stream for (seed, round, client, purpose); two different keys give independent streams."""
     return Stream(hashlib.sha256(f"{seed}/{round}/{client}/{purpose}".encode()).digest())
+
+
+def permutations(streams: Sequence[Stream], count: int) -> Tensor:
+    """One permutation of each stream, (streams, count): the numbers that each would draw alone, at once."""
+    words = np.frombuffer(b"".join(each._bytes(8 * count) for each in streams), "<u8").reshape(len(streams), count)
+    low = np.uint64((1 << max(count - 1, 0).bit_length()) - 1)
+    mixed = words & ~low | np.arange(count, dtype=np.uint64)
+    mixed.sort(axis=1)
+    return torch.from_numpy((mixed & low).view(np.int64))
 
 
 def normals(first: NDArray[np.uint64], second: NDArray[np.uint64], bits: int) -> Numbers:

@@ -72,6 +72,7 @@ class Job:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.folder = folder
+        self.losses: list[tuple[float, int]] = []  # of the steps of a round, with their images
         self.settings: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
         self.classes: int = self.settings["classes"]
         tensors = load_file(folder / "start.safetensors")
@@ -98,7 +99,7 @@ class Job:
         settings, shared = self.settings, self.shared
         kept = [self.local for _ in self.clients]
         for number in range(settings["rounds"]):
-            uploads, sizes = [], []
+            uploads, sizes, self.losses = [], [], []
             for client, parts in enumerate(self.clients):
                 upload, kept[client] = self.trained(program, client, number, shared, kept[client])
                 uploads.append(upload)
@@ -112,7 +113,8 @@ class Job:
             accuracies = [self.accuracy(program, client, {**shared, **own}) for client, own in enumerate(kept)]
             average = sum(accuracies) / len(accuracies)
             print(f"round {number + 1}: {100 * average:.2f} %", file=sys.stderr)
-        print(json.dumps({"average": average}))
+        trained = sum(size for _, size in self.losses)
+        print(json.dumps({"average": average, "loss": sum(loss * size for loss, size in self.losses) / trained}))
 
     def trained(
         self, program: Program, client: int, number: int, shared: Params, local: Params
@@ -128,7 +130,9 @@ class Job:
         for _ in range(settings["epochs"]):
             for images, labels in self.clients[client]["train"].batches(settings["batch_size"], shuffled=True):
                 optimizer.zero_grad()
-                program.loss(params, images, labels).backward()
+                loss = program.loss(params, images, labels)
+                loss.backward()
+                self.losses.append((loss.item(), len(labels)))
                 optimizer.step()
         params = {name: tensor.detach() for name, tensor in params.items()}
         return {name: params[name] for name in shared}, program.kept(client, {name: params[name] for name in local})

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from federated import Params, Program, job
-from text_side import TextSide
+from text_side import text_side
 from torch import Tensor
 
 own = job()
-side = TextSide(own)
+side = text_side(own)
 SETTINGS = own.settings["method"]
 WIDTH, HEADS, OTHERS = SETTINGS["width"], SETTINGS["heads"], SETTINGS["others"]
 pool: list[Tensor] = []  # of every client, after the first round

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from federated import Params, Program, job
-from text_side import TextSide
+from text_side import text_side
 from torch import Tensor
 
 own = job()
-side = TextSide(own)
+side = text_side(own)
 
 
 def logits(params: Params, images: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""The text tower of the embedded dual encoder with `transformers`: class names behind a context of learnable words."""
+"""Text towers with `transformers`: class names behind a context of learnable words.
+
+`TextSide` is the one of the embedded dual encoder, `ClipSide` that of a CLIP.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,41 @@ import transformers
 from federated import Job
 from safetensors.torch import load_file
 from torch import Tensor
+
+
+def text_side(own: Job) -> TextSide | ClipSide:
+    """The text side of the model of a job."""
+    return ClipSide(own) if own.model.config.model_type == "clip" else TextSide(own)
+
+
+class ClipSide:
+    """A sentence is [start] context name . [end], filled up to all positions of CLIP; the row of its end is read."""
+
+    def __init__(self, own: Job) -> None:
+        self.clip = own.model
+        names: list[list[int]] = own.settings[
+            "names"
+        ]  # the tokens behind the context, the end of the sentence included
+        embed, self.positions = self.clip.text_model.embeddings.token_embedding, own.settings["positions"]
+        longest = self.positions - 1
+        tokens = torch.tensor([each + [0] * (longest - len(each)) for each in names])
+        self.words, self.lengths = embed(tokens), torch.tensor([len(each) for each in names])
+        self.start = embed(torch.tensor([own.settings["start_token"]])).expand(len(names), -1, -1)
+
+    @torch.no_grad()
+    def seen(self, images: Tensor) -> Tensor:
+        """Images (B, D) without prompts."""
+        rows = self.clip.vision_model(pixel_values=images).pooler_output
+        return F.normalize(self.clip.visual_projection(rows), dim=-1)
+
+    def spoken(self, context: Tensor) -> Tensor:
+        """Class names (C, D) behind a context (m, d)."""
+        text, classes = self.clip.text_model, len(self.words)
+        sentences = torch.cat([self.start, context.expand(classes, -1, -1), self.words], dim=1)[:, : self.positions]
+        x = sentences + text.embeddings.position_embedding.weight[: self.positions]
+        rows = text.final_layer_norm(text.encoder(inputs_embeds=x, is_causal=True).last_hidden_state)
+        ends = rows[torch.arange(classes), len(context) + self.lengths]
+        return F.normalize(self.clip.text_projection(ends), dim=-1)
 
 
 class TextSide:

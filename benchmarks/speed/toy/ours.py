@@ -81,10 +81,10 @@ class Bank:
         return self.clients[client]
 
     def features(self, name: str, indices: Tensor) -> Tensor:
-        return self.rows[indices]
+        return self.rows.index_select(0, indices)  # as the engine's own tables do
 
     def load(self, indices: Tensor, names: Sequence[str], views: Tensor | None = None) -> LoadedRows:
-        return LoadedRows(lambda names: dict.fromkeys(names, self.rows[indices]), names)
+        return LoadedRows(lambda names: dict.fromkeys(names, self.features("", indices)), names)
 
     def prefetch(self, *wanted: object) -> None:
         """There is nothing to decode."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.features.image_bank import Images
-from fedprompt.random_streams import Stream
+from fedprompt.random_streams import Stream, permutations
 
 Plan = tuple[Tensor, list[int]]  # positions (steps, batch size) of a client's images, and how many of each row count
 
@@ -34,11 +34,21 @@ class BatchSchedule:
         return [each[step] for each in self.sizes if step < len(each)]
 
 
-def shuffled(count: int, size: int, epochs: int, steps: int | None, order: Stream) -> Plan:
-    """Batches in a new random order in every epoch, cut after `steps`."""
-    plans = [_cut(order.permutation(count), size) for _ in range(epochs)]
-    rows = plans[0][0] if epochs == 1 else torch.cat([positions for positions, _ in plans])
-    return rows[:steps], [each for _, sizes in plans for each in sizes][:steps]
+def shuffled(
+    counts: Mapping[int, int], size: int, epochs: int, steps: int | None, orders: Mapping[int, Stream]
+) -> dict[int, Plan]:
+    """For every client batches of its `counts` images in a new random order in every epoch, cut after `steps`."""
+    alike: dict[int, list[int]] = {}
+    for client, count in counts.items():
+        alike.setdefault(count, []).append(client)
+    found: dict[int, Plan] = {}
+    for count, clients in alike.items():
+        rounds = [permutations([orders[client] for client in clients], count) for _ in range(epochs)]
+        for place, client in enumerate(clients):
+            plans = [_cut(positions[place], size) for positions in rounds]
+            rows = plans[0][0] if epochs == 1 else torch.cat([positions for positions, _ in plans])
+            found[client] = rows[:steps], [each for _, sizes in plans for each in sizes][:steps]
+    return {client: found[client] for client in counts}
 
 
 def in_order(count: int, size: int) -> Plan:

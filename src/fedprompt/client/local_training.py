@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.client.advance import Advance, Listener
-from fedprompt.client.batch_schedule import BatchSchedule, Plan, batch_schedule_of, shuffled
+from fedprompt.client.batch_schedule import BatchSchedule, batch_schedule_of, shuffled
 from fedprompt.client.batch_sizing import BatchSizer, Noise, StepNeeds, shapes_of
 from fedprompt.client.batched_clients import StackedBatch, StackedParams, losses_of_clients, over_clients
 from fedprompt.client.optimizers import OptimizerState, RateSchedule, optimizer_step, rate_schedule
@@ -164,13 +164,10 @@ class LocalTraining:
     ) -> Iterator[Made]:
         """The clients of a stage, those with most steps first, as many at a time as make a good batch, and how it is made."""
         train, seed = self.config.train, self.config.seed
-        plans: dict[int, Plan] = {}
-        shares: dict[int, Images] = {}
-        for job in jobs:
-            client = job.client
-            order = stream(seed, round, client, f"{purpose}batches.{stage.name}")
-            shares[client] = self.share(job.images, stage, client)
-            plans[client] = shuffled(len(shares[client]), train.batch_size, stage.epochs, stage.steps, order)
+        shares = {job.client: self.share(job.images, stage, job.client) for job in jobs}
+        orders = {client: stream(seed, round, client, f"{purpose}batches.{stage.name}") for client in shares}
+        counts = {client: len(images) for client, images in shares.items()}
+        plans = shuffled(counts, train.batch_size, stage.epochs, stage.steps, orders)
         clients = sorted(plans, key=lambda client: -len(plans[client][1]))
         rounds = self.config.federation.rounds
         most = max(max(sizes) for _, sizes in plans.values())

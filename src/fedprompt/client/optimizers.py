@@ -75,12 +75,19 @@ def _sgd(
         slopes = list(torch._foreach_add(slopes, before, alpha=train.weight_decay))
     if momentum and state.first:
         slopes = list(torch._foreach_add(slopes, [state.first[name] for name in names], alpha=momentum))
-    scaled = [_times(slope, rates[name]) for name, slope in zip(names, slopes, strict=True)]
-    stepped = torch._foreach_sub(
-        before, scaled
-    )  # with `alpha` it rounds once, and only where all clients have one rate
+    stepped = torch._foreach_sub(before, _scaled(slopes, [rates[name] for name in names]))
     velocity = dict(zip(names, slopes, strict=True)) if momentum else {}
     return dict(zip(names, stepped, strict=True)), OptimizerState(velocity)
+
+
+def _scaled(slopes: list[Tensor], rates: Sequence[float | Tensor]) -> list[Tensor]:
+    """Slopes times rates. The product is rounded before it is subtracted, whether clients have one rate or several:
+    `alpha` of a subtraction would round once, and a resumed run could find other bits.
+    """
+    numbers = [rate for rate in rates if not isinstance(rate, Tensor)]
+    if len(numbers) == len(rates):
+        return list(torch._foreach_mul(slopes, numbers))
+    return [_times(slope, rate) for slope, rate in zip(slopes, rates, strict=True)]
 
 
 def _adam(

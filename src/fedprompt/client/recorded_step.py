@@ -214,6 +214,8 @@ class Recorder(TorchDispatchMode):
 
         def node(place: int) -> Any:
             value = notes.values[place]
+            if place not in nodes and isinstance(value, list | tuple):  # such as indices that never change
+                return [node(notes.place(each)) for each in value]
             if place not in nodes and isinstance(value, Tensor):
                 module.register_buffer(f"constant_{place}", value)
                 nodes[place] = graph.get_attr(f"constant_{place}")

@@ -337,8 +337,7 @@ class EngineConfig(Extensible):
     """Devices of the worker processes, such as `cuda:0` and `cuda:1`, in turn. Without `workers`, one process for each."""
     compile: bool | Literal["step"] = False
     """Compile the frozen backbone with torch.compile; `step`: whole training steps, gradients included, one graph for every
-    shape of a batch. Steps of methods that change weights, and those torch cannot compile (contexts of a text tower), run as
-    they are."""
+    shape of a batch. Steps of methods that change weights, and those torch cannot compile, run as they are."""
     recompute: bool = False
     """Compute activations again for the gradients instead of storing them: a batch takes a fraction of the memory and a third
     more time. With a larger `cohort` more clients share a pass where memory is scarce."""

@@ -40,6 +40,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedprompt.core.pool import Pool
@@ -55,6 +56,8 @@ from fedprompt.tensors import Tensors, pick
 
 if TYPE_CHECKING:
     from fedprompt.config import TrainConfig
+
+FEW_CLASSES = 16  # below which torch takes a softmax over the last axis number by number
 
 
 @dataclass(frozen=True)
@@ -472,7 +475,13 @@ def shares(sizes: Sequence[float]) -> list[float]:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """One number per image (B,). Torch's own gives the same but is slow when it is mapped over clients."""
+    """One number per image (B,). Torch's own gives the same but is slow when it is mapped over clients.
+
+    Few classes are filled up with classes of probability 0: torch takes a softmax over fewer number by number.
+    """
+    lacking = FEW_CLASSES - logits.shape[-1]
+    if lacking > 0:
+        logits = F.pad(logits, (0, lacking), value=-torch.inf)
     return -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 

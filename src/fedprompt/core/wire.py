@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -28,12 +30,29 @@ from fedprompt.tensors import Tensors
 _REPLY = "fedprompt-reply-1"  # the key of the metadata with everything that is not a tensor
 _FIELDS = ("client", "round", "samples", "loss")
 _MOST = 10**18  # upper limit of whole numbers in a message
-NOTHING = to_bytes({})
+_CODES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bool: "BOOL"}
+"""Names in the header of what `encode` writes itself, in the order in which tensors follow each other."""
 
 
 def encode(tensors: Tensors) -> bytes:
-    """Safetensors bytes; equal tensors give equal bytes."""
-    return to_bytes(_for_bytes(tensors)) if tensors else NOTHING
+    """Safetensors bytes; equal tensors give equal bytes.
+
+    They are those of `safetensors.torch.save`, which takes ten times as long for a few small tensors.
+    """
+    if sys.byteorder != "little" or any(tensor.dtype not in _CODES for tensor in tensors.values()):
+        return to_bytes(_for_bytes(tensors))
+    header: dict[str, Any] = {}
+    parts: list[bytes] = []
+    end = 0
+    for dtype, code in _CODES.items():
+        for name in sorted(name for name in tensors if tensors[name].dtype == dtype):
+            tensor = tensors[name].detach()
+            parts.append(tensor.cpu().numpy().tobytes())
+            begin, end = end, end + len(parts[-1])
+            header[name] = {"dtype": code, "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def decode(blob: bytes, limit: int | None = None) -> Tensors:

@@ -20,6 +20,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from fedprompt.config import Config
 from fedprompt.core.messages import Failure
@@ -110,6 +111,14 @@ class Watch:
 
     def _still(self, shared: Tensors, round: int) -> dict[str, str | None]:
         """Groups that are trained and shared, and have not moved."""
+        start = self._world.roles.shared
+        return {
+            f"still {group}": still(group, moved(shared, start, names), round) for group, names in self._trained.items()
+        }
+
+    @cached_property
+    def _trained(self) -> dict[str, list[str]]:
+        """The tensors that are trained and shared, by group."""
         train, start = self._config.train, self._world.roles.shared
         stages = self._method.stages(self._world, train)
         trained = {name for stage in stages if stage.epochs for name in stage.trainable}
@@ -118,7 +127,7 @@ class Watch:
             rate = matching(train.lrs, name)
             if name in trained and start[name].is_floating_point() and (train.lr if rate is None else rate) != 0:
                 groups.setdefault(group_of(name), []).append(name)
-        return {f"still {group}": still(group, moved(shared, start, names), round) for group, names in groups.items()}
+        return groups
 
 
 def diverged(refused: Sequence[Failure]) -> str | None:

@@ -330,7 +330,7 @@ class RunStore(RunReader):
 
     def _open(self, path: Path) -> sqlite3.Connection:
         self._path = path.resolve()
-        self._on_disk = -math.inf
+        self._on_disk, self._level = -math.inf, ""
         connection = sqlite3.connect(path, timeout=30, isolation_level=None)
         try:
             with disk(path):
@@ -412,7 +412,10 @@ class RunStore(RunReader):
         cursor = self._connection.cursor()
         now = time.monotonic()
         waits = now - self._on_disk >= WAIT_EVERY
-        cursor.execute(f"PRAGMA synchronous = {'FULL' if waits else 'NORMAL'}")
+        level = "FULL" if waits else "NORMAL"
+        if level != self._level:
+            cursor.execute(f"PRAGMA synchronous = {level}")
+            self._level = level
         cursor.execute("BEGIN IMMEDIATE")
         try:
             yield cursor
@@ -443,6 +446,8 @@ def _record_row(record: RoundRecord, evaluated: bytes) -> tuple[Any, ...]:
 
 def _insert(cursor: sqlite3.Cursor, table: str, rows: Sequence[tuple[Any, ...]], over: bool = False) -> list[bytes]:
     """Write rows with all of `COLUMNS`; returns their digests."""
+    if not rows:
+        return []
     digests = [row_digest(table, row) for row in rows]
     names = ", ".join([*COLUMNS[table], "digest"])
     marks = ", ".join("?" * (len(COLUMNS[table]) + 1))

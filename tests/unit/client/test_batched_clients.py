@@ -79,7 +79,7 @@ def test_batches_are_those_of_a_plain_loop(count: int, size: int, epochs: int, s
     order = seeded()
     plain = [part for _ in range(epochs) for part in order.permutation(count).split(size)][:steps]
     for (positions, sizes), expected in (
-        (shuffled(count, size, epochs, steps, seeded()), plain),
+        (shuffled({7: count}, size, epochs, steps, {7: seeded()})[7], plain),
         (in_order(count, size), list(torch.arange(count).split(size))),
     ):
         assert sizes == [len(part) for part in expected]
@@ -104,7 +104,8 @@ def test_a_timetable_knows_which_images_count_and_who_is_done() -> None:
         Held(np.arange(10, 15), torch.arange(5)),
         Held(np.arange(20, 22), torch.arange(2)),
     ]
-    table = batch_schedule_of(images, [shuffled(5, 2, 1, None, seeded(1)), shuffled(2, 2, 1, None, seeded(2))])
+    plans = shuffled({0: 5, 1: 2}, 2, 1, None, {0: seeded(1), 1: seeded(2)})
+    table = batch_schedule_of(images, [plans[0], plans[1]])
     assert table.steps == 3
     assert [table.now(step) for step in range(3)] == [[2, 2], [2], [1]]
     seen = [table.indices[0, step, place].item() for step in range(3) for place in range(table.now(step)[0])]

@@ -24,8 +24,8 @@ SHARED = {
 }
 
 
-def compare(method: str, settings: Any) -> None:
-    asked = {**SHARED, "method": {"name": method}}
+def compare(method: str, settings: Any, backbone: str = "tiny") -> None:
+    asked = {**SHARED, "method": {"name": method}, "backbone": {"name": backbone}}
     plain = run(settings(name="plain", **asked))
     torch._dynamo.reset()
     counters.clear()
@@ -45,6 +45,12 @@ def test_the_graph_of_a_whole_step_gives_the_same_numbers(
     """The graph as torch.compile takes it, without machine code."""
     monkeypatch.setattr(local_training, "compiler", lambda: compiler("eager"))
     compare(method, settings)
+
+
+@pytest.mark.parametrize("method", ["promptfl", "pfedmoap", "pfeddc", "fedmaple"])
+def test_so_does_the_graph_of_a_step_with_texts(method: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_training, "compiler", lambda: compiler("eager"))
+    compare(method, settings, "tiny-clip")
 
 
 @pytest.mark.slow

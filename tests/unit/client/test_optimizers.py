@@ -197,3 +197,26 @@ def test_a_relative_rate_is_a_share_of_the_root_mean_square_that_a_tensor_began_
 def test_a_rate_that_is_neither_a_number_nor_a_share_is_refused(rate: str) -> None:
     with pytest.raises(ConfigError, match=r"train\.lrs\.context"):
         parse({"train": {"lrs": {"context": rate}}})
+
+
+def test_a_step_has_the_same_bits_whether_clients_have_one_rate_or_several() -> None:
+    """Else a resumed run, whose clients share other passes, could end with other bits."""
+    draws = torch.Generator().manual_seed(0)
+    params, grads = (
+        {"a": torch.randn(3, 5, 7, generator=draws), "b": torch.randn(3, 4, generator=draws)} for _ in range(2)
+    )
+    train = train_config(momentum=0.9, weight_decay=0.01)
+
+    def stepped(rates: dict[str, float | Tensor], clients: slice) -> dict[str, Tensor]:
+        own, slopes = ({name: tensor[clients] for name, tensor in each.items()} for each in (params, grads))
+        first, state = optimizer_step(own, slopes, OptimizerState(), rates, train)
+        return optimizer_step(first, slopes, state, rates, train)[0]
+
+    several = stepped({"a": torch.tensor([0.1, 0.03, 0.1]), "b": torch.tensor([0.3, 0.1, 0.3])}, slice(0, 3))
+    one: dict[str, float | Tensor] = {"a": 0.1, "b": 0.3}
+    alone = [stepped(one, slice(place, place + 1)) for place in (0, 2)]
+    together = stepped(one, slice(0, 3))
+    for place, own in zip((0, 2), alone, strict=True):
+        for name, tensor in own.items():
+            assert torch.equal(tensor[0], several[name][place])
+            assert torch.equal(tensor[0], together[name][place])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats  # type: ignore[import-untyped]
 
 from fedprompt import random_streams
-from fedprompt.random_streams import SERVER, Stream, stream
+from fedprompt.random_streams import SERVER, Stream, permutations, stream
 
 pytestmark = pytest.mark.unit
 
@@ -145,3 +145,14 @@ def test_elementary_functions_are_right_to_the_last_bits() -> None:
     square = angle * angle
     assert np.abs(random_streams._polynomial(random_streams.COSINE, square) - np.cos(angle)).max() < 3e-16
     assert np.abs(random_streams._polynomial(random_streams.SINE, square) * angle - np.sin(angle)).max() < 3e-16
+
+
+@given(count=st.integers(0, 70), streams=st.integers(1, 4))
+def test_permutations_at_once_are_those_of_every_stream_alone(count: int, streams: int) -> None:
+    def made() -> list[Stream]:
+        return [stream(0, 1, client, "batches") for client in range(streams)]
+
+    together, alone = made(), made()
+    for _ in range(2):  # a second epoch goes on where the first one ended
+        found = permutations(together, count)
+        assert found.tolist() == [each.permutation(count).tolist() for each in alone]

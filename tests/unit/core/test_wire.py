@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedprompt.core import wire
 from fedprompt.core.roles import Roles, Statistic
@@ -132,3 +135,24 @@ def test_a_count_is_sent_with_what_it_counts_and_has_one_minimum() -> None:
     counted = {"a": Statistic((2,), count="n", minimum=2), "b": Statistic((2,), count="n", minimum=5)}
     with pytest.raises(ContractError, match="one minimum"):
         Roles(stat={**counted, "n": Statistic((2,))})
+
+
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.bfloat16, torch.float16)
+
+
+@given(
+    st.dictionaries(st.text(max_size=8), st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)))
+)
+def test_bytes_are_those_of_safetensors(kinds: dict[str, tuple[torch.dtype, list[int]]]) -> None:
+    """Whatever the names, shapes and precisions, also of tensors that lie in memory in another order."""
+    tensors = {
+        name: torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype).mT.contiguous().mT
+        if len(shape) > 1
+        else torch.ones(shape, dtype=dtype)
+        for name, (dtype, shape) in kinds.items()
+        if name != "__metadata__"
+    }
+    plain = {name: tensor.contiguous().clone() for name, tensor in sorted(tensors.items())}
+    assert wire.encode(tensors) == safetensors.torch.save(plain)
+    found = wire.decode(wire.encode(tensors))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
