@@ -395,4 +395,4 @@ def short_title(result: Result) -> str:
 
 def anchor(title: str) -> str:
     """The name a heading has in links, as GitHub and MkDocs make it."""
-    return re.sub(r"[- ]+", "-", re.sub(r"[^\w\- ]", "", title.lower()).strip())
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")

@@ -152,6 +152,7 @@ def test_the_numbers_of_a_method_are_told_with_the_papers_and_a_link() -> None:
 
 def test_an_anchor_is_what_the_page_makes_of_the_heading() -> None:
     assert anchor("Table 3 of P (x, y), CIFAR-100: half") == "table-3-of-p-x-y-cifar-100-half"
+    assert anchor("Is P over -D, m = 6?") == "is-p-over--d-m--6"
 
 
 def test_the_page_says_what_was_not_recorded() -> None:
